@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: adversarial inputs and the one tolerance against the reference."""
