@@ -2,5 +2,39 @@
 
 from . import reference
 from ._version import __version__
+from .errors import IsaUnavailableError
+from .info import show_config
+from .ops import (
+    PackedWeight,
+    absorb_weights,
+    bmm,
+    decode,
+    expand_block_table,
+    extend,
+    gather_cache,
+    merge_states,
+    pack_weight,
+    write_cache,
+)
+from .runtime import available_isas, use_isa
+from .threads import threads
 
-__all__ = ["__version__", "reference"]
+__all__ = [
+    "IsaUnavailableError",
+    "PackedWeight",
+    "__version__",
+    "absorb_weights",
+    "available_isas",
+    "bmm",
+    "decode",
+    "expand_block_table",
+    "extend",
+    "gather_cache",
+    "merge_states",
+    "pack_weight",
+    "reference",
+    "show_config",
+    "threads",
+    "use_isa",
+    "write_cache",
+]

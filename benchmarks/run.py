@@ -1,0 +1,127 @@
+"""Measure an operation as a fraction of this machine's own peak: ``python benchmarks/run.py decode``.
+
+Every result is checked against the float64 reference before its time is shown. A time is the median of many
+calls; the peak is the best of many slices of dot instructions, taken between the calls of the same run. Up to
+five rounds are measured, each printed; the best median counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from time import perf_counter, sleep
+
+from cases import CASES, DTYPES, Case
+
+import numba_mla
+from numba_mla.machine import Yardstick
+
+# A pool of threads may spin for a while after a call; a slice of the peak must not share the cores with it.
+_QUIET_S = 0.02
+_MIN_SECONDS = 0.4
+_MIN_CALLS = 7
+
+
+def measure(call, yardstick: Yardstick | None) -> tuple[float, float]:
+    """Median and best seconds of a call; slices of the peak are taken in between."""
+    call()
+    start = perf_counter()
+    call()
+    once = perf_counter() - start
+    num_calls = max(_MIN_CALLS, int(_MIN_SECONDS / max(once, 1e-6)))
+    times: list[float] = []
+    for group in range(4):
+        for _ in range(-(-num_calls // 4)):
+            start = perf_counter()
+            call()
+            times.append(perf_counter() - start)
+        if yardstick is not None and group % 2 == 0:
+            sleep(_QUIET_S)
+            yardstick.take_peak()
+    return statistics.median(times), min(times)
+
+
+def run_case(case: Case, yardstick: Yardstick, rounds: int) -> dict:
+    """Check and measure one case."""
+    error = case.error()
+    if not error <= 1:
+        return {"case": case.name, "error": error, "wrong": True}
+    medians, bests, peers = [], [], []
+    for _ in range(rounds):
+        median, best = measure(case.call, yardstick)
+        medians.append(median)
+        bests.append(best)
+        if case.peer is not None:
+            sleep(_QUIET_S)
+            peers.append(measure(case.peer, None)[0])
+            sleep(_QUIET_S)
+    median = min(medians)
+    return {
+        "case": case.name,
+        "error": error,
+        "median_us": median * 1e6,
+        "medians_us": [m * 1e6 for m in medians],
+        "best_us": min(bests) * 1e6,
+        "gflops": case.flops / median * 1e-9,
+        "fraction": case.flops / median * 1e-9 / yardstick.gflops,
+        "gbps": case.num_bytes / median * 1e-9,
+        "peer_gflops": case.flops / min(peers) * 1e-9 if peers else None,
+    }
+
+
+def print_row(row: dict) -> None:
+    """One line of the table."""
+    if row.get("wrong"):
+        print(f"{row['case']:38} WRONG: error {row['error']:.3g} x tolerance", flush=True)
+        return
+    peer = "" if row["peer_gflops"] is None else f"  torch f32 {row['peer_gflops']:6.1f}"
+    rounds = " ".join(f"{m:.0f}" for m in row["medians_us"])
+    print(
+        f"{row['case']:38} {row['median_us']:9.1f} us  best {row['best_us']:9.1f}  {row['gflops']:6.1f} GF/s  "
+        f"{row['fraction']:5.3f} of peak  {row['gbps']:5.1f} GB/s  error {row['error']:.2f} x tol{peer}  [{rounds}]",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Parse the command line, measure, print; 1 if any result was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("op", choices=sorted(CASES))
+    parser.add_argument("--isa", help="an instruction set by name (the best by default)")
+    parser.add_argument("--dtype", action="append", choices=sorted(DTYPES), help="element types (all but float16)")
+    parser.add_argument("--threads", type=int, help="threads to use")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement")
+    parser.add_argument("--only", default="", help="only the cases whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args()
+    threads = options.threads or numba_mla.show_config()["threads"]
+    dtypes = [DTYPES[name] for name in options.dtype or ["float32", "bfloat16"]]
+    with numba_mla.threads(threads):
+        yardstick = Yardstick(options.isa)
+        for _ in range(10):
+            yardstick.take_peak()
+        for _ in range(3):
+            yardstick.take_bandwidth()
+        machine = numba_mla.show_config() | {"isa": yardstick.isa, "vector_bits": yardstick.vector_bits}
+        if not options.json:
+            print(f"{machine['cpu']}, {yardstick.isa} at {yardstick.vector_bits} bits, {threads} threads "
+                  f"({machine['threading_layer']}), read bandwidth {yardstick.read_gbps:.1f} GB/s")  # fmt: skip
+        rows = []
+        for case in CASES[options.op](options.isa, dtypes):
+            if options.only not in case.name:
+                continue
+            rows.append(run_case(case, yardstick, options.rounds))
+            if not options.json:
+                print_row(rows[-1])
+    machine |= {"peak_gflops": yardstick.gflops, "read_gbps": yardstick.read_gbps}
+    if options.json:
+        print(json.dumps({"machine": machine, "op": options.op, "cases": rows}, indent=1))
+    else:
+        print(f"peak of the dot instruction: {yardstick.gflops:.1f} GF/s")
+    return int(any(row.get("wrong") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Checks of arguments: each names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+
+Shape = tuple[int | str, ...]
+
+
+def names(dtypes: Sequence[np.dtype]) -> str:
+    """Names of element types, for a message."""
+    return ", ".join(str(dtype) for dtype in dtypes)
+
+
+def describe(x: Any) -> str:
+    """What came: dtype and shape of an array, or the type of anything else."""
+    if isinstance(x, np.ndarray):
+        return f"{x.dtype} array of shape {x.shape}"
+    return f"{type(x).__name__} {x!r}" if isinstance(x, (int, float, str, bool)) else type(x).__name__
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """An integer of at least ``least``."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected an integer, got {describe(value)}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {describe(value)}") from None
+    if number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {number}")
+    return number
+
+
+def check_scale(name: str, value: Any) -> float:
+    """A factor that is finite, positive, and so in float32 too."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name}: expected a real number, got {describe(value)}")
+    number = float(value)
+    tiny, huge = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if not (math.isfinite(number) and tiny <= number <= huge):
+        raise ValueError(f"{name}: expected finite, positive and within float32's range, got {number}")
+    return number
+
+
+def check_array(name: str, x: Any, shape: Shape, dtypes: Sequence[np.dtype] = FLOAT_DTYPES) -> np.ndarray:
+    """A numpy array of one of the element types whose axes have the given lengths; a word fits any length."""
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{name}: expected a numpy array ({names(dtypes)}), got {describe(x)}")
+    if x.dtype not in dtypes:
+        hint = ""
+        if x.dtype == np.dtype("V2") and BFLOAT16 in dtypes:
+            hint = "; numpy stores bfloat16 like this: .view(ml_dtypes.bfloat16)"
+        elif x.dtype == np.float64:
+            hint = f"; cast it: {name}.astype(np.float32)"
+        raise TypeError(f"{name}: expected {names(dtypes)}, got {describe(x)}{hint}")
+    return _check_shape(name, x, shape)
+
+
+def _check_shape(name: str, x: np.ndarray, shape: Shape) -> np.ndarray:
+    fits = x.ndim == len(shape) and all(isinstance(n, str) or n == m for n, m in zip(shape, x.shape, strict=True))
+    if not fits:
+        wanted = "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
+        raise ValueError(f"{name}: expected shape {wanted}, got {describe(x)}")
+    return x
+
+
+def check_integers(name: str, x: Any, shape: Shape) -> np.ndarray:
+    """Metadata, an integer array or list of the given shape, as a new int64 array."""
+    try:
+        array = np.asarray(x)
+    except ValueError:
+        raise ValueError(f"{name}: expected a rectangular array of integers, got {describe(x)}") from None
+    if array.size == 0 and not isinstance(x, np.ndarray):
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected int32 or int64 (an array or a list), got {describe(array)}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name}: expected values within int64's range, got {array.max()}")
+    return _check_shape(name, np.array(array, np.int64, order="C"), shape)
+
+
+def check_output(name: str, x: Any, shape: Shape, dtypes: Sequence[np.dtype],
+                 inputs: dict[str, np.ndarray]) -> np.ndarray:  # fmt: skip
+    """An array to write the result to: its shape and element type, writable, apart from the inputs."""
+    check_array(name, x, shape, dtypes)
+    if not x.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only {describe(x)}")
+    for other, array in inputs.items():
+        if np.may_share_memory(x, array) and np.shares_memory(x, array):
+            raise ValueError(f"{name}: expected memory apart from {other}'s, got an array that overlaps it")
+    return x
+
+
+def dense_rows(x: np.ndarray) -> np.ndarray:
+    """The array itself, or a copy if its last axis is strided."""
+    return x if x.strides[-1] == x.itemsize or x.shape[-1] <= 1 else np.ascontiguousarray(x)
+
+
+def address(x: np.ndarray) -> int:
+    """Where an array's first element lies; the caller keeps the array alive."""
+    return x.__array_interface__["data"][0]

@@ -1,0 +1,4 @@
+"""From tile operations to machine code: register blocks written as LLVM text, compiled, and found by address.
+
+Nothing here names an instruction set: what differs between them stands in the records of ``numba_mla.isa``.
+"""

@@ -1,0 +1,197 @@
+"""Register blocks: the two matrix products of attention, unrolled over rows and vectors.
+
+Both are written in terms of a record's tile operations and sizes; which instructions these are is the
+record's affair.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from ..isa import Isa, TileOp
+from .text import Function
+from .vector import constant
+
+# Bytes of one step of a dot product, whatever the element: one float32 or a pair of 16-bit elements.
+STEP_BYTES = 4
+# Steps written out between two turns of a loop: one cache line of a row, which is prefetched once.
+DOT_UNROLL = 16
+VALUE_UNROLL = 4
+LINE_BYTES = 64
+# Sums that the peak loop keeps under way, and how far the bandwidth loop prefetches.
+PEAK_SUMS = 12
+READ_AHEAD_BYTES = 4096
+
+
+def dot_name(rows: int, vectors: int) -> str:
+    """Symbol of the score block for that many rows and vectors of lanes."""
+    return f"dot_{rows}x{vectors}"
+
+
+def value_name(lanes: int, vectors: int) -> str:
+    """Symbol of the value block for that many lanes and vectors of columns."""
+    return f"value_{lanes}x{vectors}"
+
+
+class _TileWriter:
+    """Writes a record's tile operations into a function."""
+
+    def __init__(self, function: Function, isa: Isa) -> None:
+        self.function = function
+        self.isa = isa
+        self.names = (f"%t{n}" for n in count())
+
+    def _write(self, op: TileOp, **operands: str) -> str:
+        result = next(self.names)
+        text = op.text.format(result=result, width=self.isa.vector_width, **operands)
+        self.function.lines.extend(text.splitlines())
+        return result
+
+    def broadcast(self, row: str) -> str:
+        return self._write(self.isa.broadcast, row=row)
+
+    def multiply_add(self, a: str, b: str, acc: str) -> str:
+        return self._write(self.isa.multiply_add, a=a, b=b, acc=acc)
+
+
+def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
+    """``C[row, lane] (+)= sum_k A[row, k] B[k, lane]``: rows by pointer, B packed, C float32.
+
+    Arguments of the function: ``a``, the addresses of the rows; ``ahead``, the addresses of rows that will be
+    read soon, prefetched line by line; ``b`` with ``ldb`` bytes a step; ``k`` steps; ``c`` with ``ldc`` bytes
+    a row; ``accumulate``, 0 to start from zero. One sum runs over k in order for every element of C, so that
+    neither the block's shape nor the way k is cut into calls changes a bit.
+    """
+    f = Function(
+        dot_name(rows, vectors),
+        [("ptr", "a"), ("ptr", "ahead"), ("ptr", "b"), ("i64", "ldb"), ("i64", "k"), ("ptr", "c"), ("i64", "ldc"),
+         ("i64", "accumulate")],
+    )  # fmt: skip
+    write = _TileWriter(f, isa)
+    kind = f"<{isa.vector_width} x float>"
+    row = [f.load("ptr", f.offset("%a", 8 * r), align=8) for r in range(rows)]
+    target = [f.offset("%c", f.value(f"mul i64 %ldc, {r}")) for r in range(rows)]
+    sums = _start_sums(f, isa, target, vectors)
+
+    def step(index: str, unrolled: int, sums: list[str], ahead: list[str]) -> list[str]:
+        at = f.value(f"shl i64 {index}, 2")
+        packed = f.offset("%b", f.value(f"mul i64 {index}, %ldb"))
+        here = [f.offset(pointer, at) for pointer in row]
+        for pointer in ahead:
+            f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(pointer, at)}, i32 0, i32 2, i32 1)")
+        for u in range(unrolled):
+            b = [f.load(kind, f.offset(packed, v * isa.vector_bytes)) for v in range(vectors)]
+            for r in range(rows):
+                a = write.broadcast(f.offset(here[r], u * STEP_BYTES))
+                for v in range(vectors):
+                    sums[r * vectors + v] = write.multiply_add(a, b[v], sums[r * vectors + v])
+            if u + 1 < unrolled:
+                packed = f.offset(packed, "%ldb")
+        return sums
+
+    whole = f.value(f"and i64 %k, {-DOT_UNROLL}")
+    with f.loop(0, whole, DOT_UNROLL, [(kind, s) for s in sums]) as loop:
+        ahead = [f.load("ptr", f.offset("%ahead", 8 * r), align=8) for r in range(rows)]
+        loop.following = step(loop.index, DOT_UNROLL, list(loop.carried), ahead)
+    with f.loop(whole, "%k", 1, [(kind, s) for s in loop.carried]) as rest:
+        rest.following = step(rest.index, 1, list(rest.carried), [])
+    _store_block(f, isa, target, rest.carried, vectors)
+    return f
+
+
+def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
+    """``O[lane, column] = O[lane, column] alpha[lane] + sum_k P[k, lane] V[k, column]``.
+
+    Arguments of the function: ``v``, the addresses of the value rows, and ``at``, the bytes from there to the
+    block's first column; ``k`` keys, a multiple of the unrolling; ``p`` with ``ldp`` bytes a key; ``o`` with
+    ``ldo`` bytes a lane; ``alpha``, the lanes' rescaling; ``accumulate``, 0 to start from zero.
+    """
+    f = Function(
+        value_name(lanes, vectors),
+        [("ptr", "v"), ("i64", "at"), ("i64", "k"), ("ptr", "p"), ("i64", "ldp"), ("ptr", "o"), ("i64", "ldo"),
+         ("ptr", "alpha"), ("i64", "accumulate")],
+    )  # fmt: skip
+    write = _TileWriter(f, isa)
+    kind = f"<{isa.vector_width} x float>"
+    target = [f.offset("%o", f.value(f"mul i64 %ldo, {i}")) for i in range(lanes)]
+    sums = _start_sums(f, isa, target, vectors)
+    for i in range(lanes):
+        alpha = f.splat(isa.vector_width, "float", f.load("float", f.offset("%alpha", 4 * i)))
+        for j in range(vectors):
+            sums[i * vectors + j] = f.value(f"fmul {kind} {sums[i * vectors + j]}, {alpha}")
+    with f.loop(0, "%k", VALUE_UNROLL, [(kind, s) for s in sums]) as loop:
+        sums = list(loop.carried)
+        rows = f.offset("%v", f.value(f"shl i64 {loop.index}, 3"))
+        weights = f.offset("%p", f.value(f"mul i64 {loop.index}, %ldp"))
+        for u in range(VALUE_UNROLL):
+            row = f.offset(f.load("ptr", f.offset(rows, 8 * u), align=8), "%at")
+            value = [f.load(kind, f.offset(row, j * isa.vector_bytes)) for j in range(vectors)]
+            for i in range(lanes):
+                weight = write.broadcast(f.offset(weights, STEP_BYTES * i))
+                for j in range(vectors):
+                    sums[i * vectors + j] = write.multiply_add(weight, value[j], sums[i * vectors + j])
+            if u + 1 < VALUE_UNROLL:
+                weights = f.offset(weights, "%ldp")
+        loop.following = sums
+    _store_block(f, isa, target, loop.carried, vectors)
+    return f
+
+
+def build_peak(isa: Isa) -> Function:
+    """A loop of independent dot steps on registers: the most arithmetic that the machine does.
+
+    Arguments of the function: ``operand``, one vector; ``turns`` of the loop, PEAK_SUMS steps each; ``target``,
+    one vector, gets the sum, so that nothing is left out.
+    """
+    f = Function("peak", [("ptr", "operand"), ("i64", "turns"), ("ptr", "target")])
+    write = _TileWriter(f, isa)
+    kind = f"<{isa.vector_width} x float>"
+    operand = f.load(kind, "%operand")
+    with f.loop(0, "%turns", 1, [(kind, constant(isa.vector_width, 0.0))] * PEAK_SUMS) as loop:
+        loop.following = [write.multiply_add(operand, operand, total) for total in loop.carried]
+    total = loop.carried[0]
+    for other in loop.carried[1:]:
+        total = f.value(f"fadd {kind} {total}, {other}")
+    f.store(kind, total, "%target")
+    return f
+
+
+def build_read(isa: Isa) -> Function:
+    """Read memory once, prefetching ahead: the most bandwidth that one core gets.
+
+    Arguments of the function: ``source``; ``num_bytes``, whole lines; ``target``, one vector, gets the sum.
+    """
+    f = Function("read", [("ptr", "source"), ("i64", "num_bytes"), ("ptr", "target")])
+    kind = f"<{isa.vector_width} x float>"
+    vectors = LINE_BYTES // isa.vector_bytes
+    with f.loop(0, "%num_bytes", LINE_BYTES, [(kind, constant(isa.vector_width, 0.0))] * vectors) as loop:
+        here = f.offset("%source", loop.index)
+        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(here, READ_AHEAD_BYTES)}, i32 0, i32 2, i32 1)")
+        loop.following = [
+            f.value(f"fadd {kind} {total}, {f.load(kind, f.offset(here, v * isa.vector_bytes))}")
+            for v, total in enumerate(loop.carried)
+        ]
+    total = loop.carried[0]
+    for other in loop.carried[1:]:
+        total = f.value(f"fadd {kind} {total}, {other}")
+    f.store(kind, total, "%target")
+    return f
+
+
+def _start_sums(f: Function, isa: Isa, target: list[str], vectors: int) -> list[str]:
+    """What the sums start from: the block's present content, or zero where nothing is accumulated."""
+    kind = f"<{isa.vector_width} x float>"
+    keep = f.value("icmp ne i64 %accumulate, 0")
+    sums = []
+    for pointer in target:
+        for v in range(vectors):
+            present = f.load(kind, f.offset(pointer, v * isa.vector_bytes))
+            sums.append(f.value(f"select i1 {keep}, {kind} {present}, {kind} {constant(isa.vector_width, 0.0)}"))
+    return sums
+
+
+def _store_block(f: Function, isa: Isa, target: list[str], sums: list[str], vectors: int) -> None:
+    kind = f"<{isa.vector_width} x float>"
+    for r, pointer in enumerate(target):
+        for v in range(vectors):
+            f.store(kind, sums[r * vectors + v], f.offset(pointer, v * isa.vector_bytes))

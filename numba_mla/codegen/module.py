@@ -1,0 +1,79 @@
+"""All functions of one instruction set as one LLVM module."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from ..isa import Isa
+from . import blocks, stages
+from .vector import FORMATS
+
+_DECLARATIONS = (
+    "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
+    "declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)",
+)
+
+
+_ROW_BUILDERS = (stages.build_widen, stages.build_narrow, stages.build_pack)
+
+
+def halvings(largest: int) -> tuple[int, ...]:
+    """The powers of two up to the largest, largest first: any count is a sum of them."""
+    return tuple(largest >> n for n in range(largest.bit_length()))
+
+
+def block_shapes(isa: Isa) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Shapes that the dot block and the value block are written for.
+
+    Key rows are padded (with rows of zeros), so scores need one row count; lanes of an item and rows of a
+    product are exact.
+    """
+    rows, vectors = isa.score_block
+    dots = {(rows, v) for v in range(1, vectors + 1)}
+    dots |= {(r, isa.weight_block[1]) for r in halvings(isa.weight_block[0])}
+    lanes, columns = isa.value_block
+    values = {(n, v) for n in halvings(lanes) for v in range(1, columns + 1)}
+    return sorted(dots), sorted(values)
+
+
+@cache
+def build_module(isa: Isa, triple: str) -> str:
+    """The text of the module: every register block and stage of the record, in a fixed order."""
+    dots, values = block_shapes(isa)
+    functions = [
+        *(blocks.build_dot(isa, rows, vectors) for rows, vectors in dots),
+        *(blocks.build_value(isa, lanes, vectors) for lanes, vectors in values),
+        blocks.build_peak(isa),
+        blocks.build_read(isa),
+        stages.build_mask(isa),
+        stages.build_softmax(isa),
+        stages.build_weigh(isa),
+        stages.build_blend(isa),
+        stages.build_scale(isa),
+        stages.build_any_nonfinite(isa),
+        stages.build_copy(),
+        *(build(isa, element) for element in FORMATS for build in _ROW_BUILDERS),
+    ]
+    body = "\n\n".join(function.text("#0") for function in functions)
+    attributes = f'nounwind "target-cpu"="{isa.cpu}" "target-features"="{isa.features}"'
+    declarations = {*_DECLARATIONS, *(_multiply_add(width) for width in (1, isa.vector_width))}
+    for op in (isa.broadcast, isa.multiply_add):
+        declarations.update(line.format(width=isa.vector_width) for line in op.declarations)
+    parts = [
+        f'target triple = "{triple}"',
+        *sorted(declarations),
+        body,
+        f"attributes #0 = {{ {attributes} }}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def symbols(text: str) -> tuple[str, ...]:
+    """The functions that a module defines, in its order."""
+    return tuple(re.findall(r"^define \S+ @(\w+)\(", text, flags=re.MULTILINE))
+
+
+def _multiply_add(width: int) -> str:
+    kind = f"<{width} x float>"
+    return f"declare {kind} @llvm.fmuladd.v{width}f32({kind}, {kind}, {kind})"

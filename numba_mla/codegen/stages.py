@@ -1,0 +1,262 @@
+"""The stages between the matrix products: visibility, softmax, merging, rows in and out. All are float32."""
+
+from __future__ import annotations
+
+from ..isa import Isa
+from .text import Function
+from .vector import ElementFormat, constant, emit_exp2, integers, multiply_add
+
+# A key that a lane does not see scores MASKED. A lane's maximum starts at NO_MAXIMUM, which is finite, so
+# that no difference is ever inf - inf: a masked key gets a probability of exactly 0 whatever the scale, and a
+# lane without keys an exact rescaling by 1.
+MASKED = float("-inf")
+NO_MAXIMUM = -1e29
+
+
+def build_mask(isa: Isa) -> Function:
+    """``S[key, lane] = MASKED`` where ``first + key`` is outside ``[low, high)`` of the lane.
+
+    Arguments of the function: ``s`` with ``lds`` bytes a key; ``keys``; ``lanes``, a multiple of the vector;
+    ``first``, the position of key 0; ``low`` and ``high``, int32 a lane.
+    """
+    f = Function("mask", [("ptr", "s"), ("i64", "lds"), ("i64", "keys"), ("i64", "lanes"), ("i64", "first"),
+                          ("ptr", "low"), ("ptr", "high")])  # fmt: skip
+    width, kind, bits = isa.vector_width, f"<{isa.vector_width} x float>", f"<{isa.vector_width} x i32>"
+    first = f.value("trunc i64 %first to i32")
+    with f.loop(0, "%lanes", width) as lane:
+        at = f.value(f"shl i64 {lane.index}, 2")
+        low = f.load(bits, f.offset("%low", at))
+        high = f.load(bits, f.offset("%high", at))
+        column = f.offset("%s", at)
+        with f.loop(0, "%keys", 1) as key:
+            place = f.value(f"add i32 {first}, {f.value(f'trunc i64 {key.index} to i32')}")
+            position = f.splat(width, "i32", place)
+            pointer = f.offset(column, f.value(f"mul i64 {key.index}, %lds"))
+            seen = f.value(
+                f"and <{width} x i1> {f.value(f'icmp sge {bits} {position}, {low}')}, "
+                f"{f.value(f'icmp slt {bits} {position}, {high}')}"
+            )
+            score = f.load(kind, pointer)
+            f.store(kind, f.value(f"select <{width} x i1> {seen}, {kind} {score}, {kind} {constant(width, MASKED)}"),
+                    pointer)  # fmt: skip
+    return f
+
+
+def build_softmax(isa: Isa) -> Function:
+    """One key tile of the online softmax, down the keys, in place.
+
+    ``m' = max(m, S)``, ``P = 2**((S - m') c)``, ``alpha = 2**((m - m') c)``, ``l = l alpha + sum P``; rows
+    from ``keys`` to ``padded`` become 0. A NaN score passes the maximum by and makes P, and so l, NaN.
+
+    Arguments of the function: ``s`` with ``lds`` bytes a key; ``keys``, ``padded``; ``lanes``, a multiple of
+    the vector; ``m``, ``l``, ``alpha``, float32 a lane; ``c``, scale times log2(e).
+    """
+    f = Function("softmax", [("ptr", "s"), ("i64", "lds"), ("i64", "keys"), ("i64", "padded"), ("i64", "lanes"),
+                             ("ptr", "m"), ("ptr", "l"), ("ptr", "alpha"), ("float", "c")])  # fmt: skip
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    c = f.splat(width, "float", "%c")
+    zero = constant(width, 0.0)
+    with f.loop(0, "%lanes", width) as lane:
+        at = f.value(f"shl i64 {lane.index}, 2")
+        column = f.offset("%s", at)
+        before = f.load(kind, f.offset("%m", at))
+        with f.loop(0, "%keys", 1, [(kind, before)]) as key:
+            score = f.load(kind, f.offset(column, f.value(f"mul i64 {key.index}, %lds")))
+            higher = f.value(f"fcmp ogt {kind} {score}, {key.carried[0]}")
+            key.following = [f.value(f"select <{width} x i1> {higher}, {kind} {score}, {kind} {key.carried[0]}")]
+        maximum = key.carried[0]
+        with f.loop(0, "%keys", 1, [(kind, zero)]) as key:
+            pointer = f.offset(column, f.value(f"mul i64 {key.index}, %lds"))
+            p = _exp2_of_difference(f, width, f.load(kind, pointer), maximum, c)
+            f.store(kind, p, pointer)
+            key.following = [f.value(f"fadd {kind} {key.carried[0]}, {p}")]
+        total = key.carried[0]
+        with f.loop("%keys", "%padded", 1) as key:
+            f.store(kind, zero, f.offset(column, f.value(f"mul i64 {key.index}, %lds")))
+        alpha = _exp2_of_difference(f, width, before, maximum, c)
+        f.store(kind, maximum, f.offset("%m", at))
+        f.store(kind, alpha, f.offset("%alpha", at))
+        length = f.offset("%l", at)
+        f.store(kind, multiply_add(f, width, f.load(kind, length), alpha, total), length)
+    return f
+
+
+def build_weigh(isa: Isa) -> Function:
+    """Merge the softmax states of two disjoint key sets: weights for their outputs, and the state of both.
+
+    ``m = max(ma, mb)``, ``wa = 2**((ma - m) c)``, ``wb = 2**((mb - m) c)``, ``la = la wa + lb wb``, ``ma = m``.
+    A side without keys (m = NO_MAXIMUM, l = 0) gets weight 0, the other weight exactly 1.
+    """
+    f = Function("weigh", [("i64", "lanes"), ("ptr", "ma"), ("ptr", "la"), ("ptr", "mb"), ("ptr", "lb"),
+                           ("ptr", "wa"), ("ptr", "wb"), ("float", "c")])  # fmt: skip
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    c = f.splat(width, "float", "%c")
+    with f.loop(0, "%lanes", width) as lane:
+        at = f.value(f"shl i64 {lane.index}, 2")
+        a, b = f.load(kind, f.offset("%ma", at)), f.load(kind, f.offset("%mb", at))
+        higher = f.value(f"fcmp ogt {kind} {b}, {a}")
+        maximum = f.value(f"select <{width} x i1> {higher}, {kind} {b}, {kind} {a}")
+        wa = _exp2_of_difference(f, width, a, maximum, c)
+        wb = _exp2_of_difference(f, width, b, maximum, c)
+        la = f.value(f"fmul {kind} {f.load(kind, f.offset('%la', at))}, {wa}")
+        total = multiply_add(f, width, f.load(kind, f.offset("%lb", at)), wb, la)
+        for name, value in (("%ma", maximum), ("%la", total), ("%wa", wa), ("%wb", wb)):
+            f.store(kind, value, f.offset(name, at))
+    return f
+
+
+def build_blend(isa: Isa) -> Function:
+    """``target = a wa + b wb`` over one row of float32; exact where a weight is 1 and the other 0."""
+    f = Function("blend", [("ptr", "target"), ("ptr", "a"), ("ptr", "b"), ("i64", "n"), ("float", "wa"),
+                           ("float", "wb")])  # fmt: skip
+
+    def emit(width: int, at: str) -> None:
+        kind = f"<{width} x float>"
+        first = f.value(f"fmul {kind} {f.load(kind, f.offset('%a', at))}, {f.splat(width, 'float', '%wa')}")
+        second = f.load(kind, f.offset("%b", at))
+        blended = multiply_add(f, width, second, f.splat(width, "float", "%wb"), first)
+        f.store(kind, blended, f.offset("%target", at))
+
+    _each_vector(f, isa, emit)
+    return f
+
+
+def build_scale(isa: Isa) -> Function:
+    """``row = row factor + 0`` over one row of float32; the sum turns -0 into +0.
+
+    A key of weight 0 after the last visible one turns a sum of -0 into +0: without this, padding would show.
+    """
+    f = Function("scale", [("ptr", "row"), ("i64", "n"), ("float", "factor")])
+
+    def emit(width: int, at: str) -> None:
+        kind, pointer = f"<{width} x float>", f.offset("%row", at)
+        product = f.value(f"fmul {kind} {f.load(kind, pointer)}, {f.splat(width, 'float', '%factor')}")
+        f.store(kind, f.value(f"fadd {kind} {product}, {constant(width, 0.0)}"), pointer)
+
+    _each_vector(f, isa, emit)
+    return f
+
+
+def build_widen(isa: Isa, element: ElementFormat) -> Function:
+    """One row to float32; ``ahead`` is a row that will be read soon, prefetched alongside."""
+    f = Function(f"widen_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n"), ("ptr", "ahead")])
+
+    def emit(width: int, at: str) -> None:
+        place = f.value(f"mul i64 {f.value(f'lshr i64 {at}, 2')}, {element.num_bytes}")
+        raw = f.load(f"<{width} x {element.llvm}>", f.offset("%source", place))
+        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset('%ahead', place)}, i32 0, i32 2, i32 1)")
+        f.store(f"<{width} x float>", element.emit_widen(f, width, raw), f.offset("%target", at))
+
+    _each_vector(f, isa, emit)
+    return f
+
+
+def build_narrow(isa: Isa, element: ElementFormat) -> Function:
+    """One row of float32 to the element's format, rounded to nearest even."""
+    f = Function(f"narrow_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n")])
+
+    def emit(width: int, at: str) -> None:
+        place = f.value(f"mul i64 {f.value(f'lshr i64 {at}, 2')}, {element.num_bytes}")
+        narrowed = element.emit_narrow(f, width, f.load(f"<{width} x float>", f.offset("%source", at)))
+        f.store(f"<{width} x {element.llvm}>", narrowed, f.offset("%target", place))
+
+    _each_vector(f, isa, emit)
+    return f
+
+
+def build_pack(isa: Isa, element: ElementFormat) -> Function:
+    """One vector's worth of rows to columns: ``target[k, lane] = rows[lane][k]``, in float32.
+
+    Arguments of the function: ``target`` with ``ldt`` bytes a step; ``rows``, as many addresses as a vector
+    has lanes; ``n`` elements a row.
+    """
+    f = Function(f"pack_{element.name}", [("ptr", "target"), ("i64", "ldt"), ("ptr", "rows"), ("i64", "n")])
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    rows = [f.load("ptr", f.offset("%rows", 8 * lane), align=8) for lane in range(width)]
+    whole = f.value(f"and i64 %n, {-width}")
+    with f.loop(0, whole, width) as k:
+        at = f.value(f"mul i64 {k.index}, {element.num_bytes}")
+        raw = [f.load(f"<{width} x {element.llvm}>", f.offset(row, at)) for row in rows]
+        target = f.offset("%target", f.value(f"mul i64 {k.index}, %ldt"))
+        for column in _transpose(f, width, [element.emit_widen(f, width, x) for x in raw]):
+            f.store(kind, column, target)
+            target = f.offset(target, "%ldt")
+    with f.loop(whole, "%n", 1) as k:
+        at = f.value(f"mul i64 {k.index}, {element.num_bytes}")
+        target = f.offset("%target", f.value(f"mul i64 {k.index}, %ldt"))
+        for lane, row in enumerate(rows):
+            one = element.emit_widen(f, 1, f.load(f"<1 x {element.llvm}>", f.offset(row, at)))
+            f.store("<1 x float>", one, f.offset(target, 4 * lane))
+    return f
+
+
+def build_any_nonfinite(isa: Isa) -> Function:
+    """1 if any of the first ``n`` float32 of any of the rows is NaN or infinite, else 0."""
+    f = Function("any_nonfinite", [("ptr", "rows"), ("i64", "keys"), ("i64", "n")], returns="i64")
+    exponent = 0x7F800000
+
+    def found(width: int, pointer: str, so_far: str) -> str:
+        bits = f"<{width} x i32>"
+        high = f.value(f"and {bits} {f.load(bits, pointer)}, {integers(width, exponent)}")
+        special = f.value(f"icmp eq {bits} {high}, {integers(width, exponent)}")
+        return f.value(f"or <{width} x i1> {so_far}, {special}")
+
+    width = isa.vector_width
+    whole = f.value(f"and i64 %n, {-width}")
+    vector, scalar = f"<{width} x i1>", "<1 x i1>"
+    with f.loop(0, "%keys", 1, [(vector, "zeroinitializer"), (scalar, "zeroinitializer")]) as key:
+        row = f.load("ptr", f.offset("%rows", f.value(f"shl i64 {key.index}, 3")), align=8)
+        with f.loop(0, whole, width, [(vector, key.carried[0])]) as part:
+            pointer = f.offset(row, f.value(f"shl i64 {part.index}, 2"))
+            part.following = [found(width, pointer, part.carried[0])]
+        with f.loop(whole, "%n", 1, [(scalar, key.carried[1])]) as rest:
+            pointer = f.offset(row, f.value(f"shl i64 {rest.index}, 2"))
+            rest.following = [found(1, pointer, rest.carried[0])]
+        key.following = [part.carried[0], rest.carried[0]]
+    lanes = f.value(f"bitcast {vector} {key.carried[0]} to i{width}")
+    any_lane = f.value(f"icmp ne i{width} {lanes}, 0")
+    last = f.value(f"extractelement {scalar} {key.carried[1]}, i64 0")
+    either = f.value(f"or i1 {any_lane}, {last}")
+    f.do(f"ret i64 {f.value(f'zext i1 {either} to i64')}")
+    return f
+
+
+def build_copy() -> Function:
+    """Copy bytes."""
+    f = Function("copy", [("ptr", "target"), ("ptr", "source"), ("i64", "num_bytes")])
+    f.do("call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %num_bytes, i1 false)")
+    return f
+
+
+def _exp2_of_difference(f: Function, width: int, a: str, b: str, c: str) -> str:
+    kind = f"<{width} x float>"
+    return emit_exp2(f, width, f.value(f"fmul {kind} {f.value(f'fsub {kind} {a}, {b}')}, {c}"))
+
+
+def _each_vector(f: Function, isa: Isa, emit) -> None:
+    """Loop over ``n`` elements by whole vectors, then one by one; ``emit(width, at)`` gets float32 bytes."""
+    whole = f.value(f"and i64 %n, {-isa.vector_width}")
+    with f.loop(0, whole, isa.vector_width) as part:
+        emit(isa.vector_width, f.value(f"shl i64 {part.index}, 2"))
+    with f.loop(whole, "%n", 1) as rest:
+        emit(1, f.value(f"shl i64 {rest.index}, 2"))
+
+
+def _transpose(f: Function, width: int, rows: list[str]) -> list[str]:
+    """A width x width transpose in log2(width) rounds: round ``d`` swaps bit d of the row and lane numbers."""
+    kind = f"<{width} x float>"
+    distance = 1
+    while distance < width:
+        low = [i if not i & distance else i - distance + width for i in range(width)]
+        high = [i + distance if not i & distance else i + width for i in range(width)]
+        following = list(rows)
+        for i in range(width):
+            if i & distance:
+                continue
+            pair = f"{kind} {rows[i]}, {kind} {rows[i + distance]}"
+            for place, lanes in ((i, low), (i + distance, high)):
+                indices = ", ".join(f"i32 {n}" for n in lanes)
+                following[place] = f.value(f"shufflevector {pair}, <{width} x i32> <{indices}>")
+        rows = following
+        distance *= 2
+    return rows

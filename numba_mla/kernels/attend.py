@@ -1,0 +1,169 @@
+"""One key tile of attention: S = K Q, visibility, softmax, O = O alpha + P V."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .compile import kernel
+from .context import (
+    ANY_NONFINITE,
+    KEY_PADDING,
+    MASK,
+    SCORE_DOT,
+    SCORE_ROWS,
+    SCORE_VECTORS,
+    SOFTMAX,
+    VALUE,
+    VALUE_LANES,
+    VALUE_VECTORS,
+    VECTOR_WIDTH,
+)
+from .memory import call, call_int, load_i32, load_i64, store_i64
+
+_MAX_VECTORS = 4  # of context.value_place, which Numba cannot call
+
+
+class Lanes(NamedTuple):
+    """A lane group: its queries, packed, and what each lane sees.
+
+    A lane sees the keys from ``low`` to before ``high`` (int32 a lane), and every lane those from
+    ``common_start`` to before ``common_end``. ``num`` lanes are real; ``padded``, whole vectors, are computed.
+    """
+
+    num: int
+    padded: int
+    q_packed: int
+    low: int
+    high: int
+    common_start: int
+    common_end: int
+
+
+class State(NamedTuple):
+    """The online softmax's state of a lane group: maximum, sum, and output not yet divided by the sum."""
+
+    m: int
+    l: int  # noqa: E741 - the field's letter
+    out: int
+    out_stride: int
+
+
+@kernel
+def score(context, rows, ahead, num_keys, q_packed, num_lanes, width, scores):
+    """S[key, lane] for whole blocks of key rows; ``ahead`` rows are prefetched on the first pass over lanes."""
+    vectors = context[SCORE_VECTORS]
+    vector_width = context[VECTOR_WIDTH]
+    row_bytes = 4 * num_lanes
+    for key in range(0, num_keys, context[SCORE_ROWS]):
+        here = rows + 8 * key
+        soon = ahead + 8 * key
+        for lane in range(0, num_lanes, vectors * vector_width):
+            taken = min(vectors, (num_lanes - lane) // vector_width)
+            call(
+                context[SCORE_DOT + taken - 1],
+                (
+                    here,
+                    soon,
+                    q_packed + 4 * lane,
+                    row_bytes,
+                    width,
+                    scores + key * row_bytes + 4 * lane,
+                    row_bytes,
+                    0,
+                ),
+            )
+            soon = here
+
+
+@kernel
+def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, value_width, out, out_stride, alpha,
+                 accumulate):  # fmt: skip
+    """O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key], for whole blocks of keys."""
+    vector_width = context[VECTOR_WIDTH]
+    vectors = context[VALUE_VECTORS]
+    num_vectors = -(-value_width // vector_width)
+    for column in range(0, num_vectors, vectors):
+        taken = min(vectors, num_vectors - column)
+        at = 4 * vector_width * column
+        lane = 0
+        lanes, log2_lanes = context[VALUE_LANES], 0
+        while (1 << (log2_lanes + 1)) <= lanes:
+            log2_lanes += 1
+        while lane < num_lanes:
+            while lanes > num_lanes - lane:
+                lanes >>= 1
+                log2_lanes -= 1
+            call(
+                context[VALUE + log2_lanes * _MAX_VECTORS + taken - 1],
+                (rows, at, num_keys, probabilities + 4 * lane, row_bytes, out + lane * out_stride + at, out_stride,
+                 alpha + 4 * lane, accumulate),
+            )  # fmt: skip
+            lane += lanes
+
+
+@kernel
+def attend(context, key_rows, ahead, value_rows, spare_rows, zero_row, first, num_keys, lanes, state, scores, alpha,
+           width, value_width, exponent_scale, accumulate):  # fmt: skip
+    """Take one key tile into a lane group's state.
+
+    Parameters
+    ----------
+    context : int64 array
+        The instruction set's table.
+    key_rows, ahead, value_rows : address
+        Addresses of the tile's rows, padded with rows of zeros to KEY_PADDING; rows to prefetch.
+    spare_rows, zero_row : address
+        Room for as many row addresses; a row of zeros.
+    first, num_keys : int
+        Position of the tile's first key; its keys.
+    lanes : Lanes
+    state : State
+    scores, alpha : address
+        Scratch: float32 [KEY_TILE + padding, padded lanes], float32 [padded lanes].
+    width, value_width : int
+        Dot steps of a score; value columns.
+    exponent_scale : float32
+        scale * log2(e).
+    accumulate : int
+        0 for the first tile of a split.
+    """
+    padding = context[KEY_PADDING]
+    padded_keys = -(-num_keys // padding) * padding
+    row_bytes = 4 * lanes.padded
+    score(context, key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, width, scores)
+    same = lanes.common_start <= first and first + num_keys <= lanes.common_end
+    if not same:
+        call(context[MASK], (scores, row_bytes, num_keys, lanes.padded, first, lanes.low, lanes.high))
+    call(
+        context[SOFTMAX],
+        (scores, row_bytes, num_keys, padded_keys, lanes.padded, state.m, state.l, alpha, exponent_scale),
+    )
+    if not same and call_int(context[ANY_NONFINITE], (value_rows, num_keys, value_width)) != 0:
+        _weigh_seen_values(context, value_rows, spare_rows, zero_row, first, num_keys, padded_keys, lanes, state,
+                           scores, alpha, value_width, accumulate)  # fmt: skip
+        return
+    weigh_values(context, value_rows, padded_keys, scores, row_bytes, lanes.num, value_width, state.out,
+                 state.out_stride, alpha, accumulate)  # fmt: skip
+
+
+@kernel
+def _weigh_seen_values(context, value_rows, spare_rows, zero_row, first, num_keys, padded_keys, lanes, state,
+                       scores, alpha, value_width, accumulate):  # fmt: skip
+    """The value product where a row that some lane does not see holds NaN or inf, which 0 would not silence.
+
+    Lanes that see the same keys go together, with every other row replaced by zeros: 0 * 0 adds exactly
+    nothing, as 0 * v does for a finite v, so the other lanes' bits are those of the plain product.
+    """
+    lane = 0
+    while lane < lanes.num:
+        low = load_i32(lanes.low + 4 * lane)
+        high = load_i32(lanes.high + 4 * lane)
+        end = lane + 1
+        while end < lanes.num and load_i32(lanes.low + 4 * end) == low and load_i32(lanes.high + 4 * end) == high:
+            end += 1
+        for key in range(padded_keys):
+            seen = key < num_keys and low <= first + key and first + key < high
+            store_i64(spare_rows + 8 * key, load_i64(value_rows + 8 * key) if seen else zero_row)
+        weigh_values(context, spare_rows, padded_keys, scores + 4 * lane, 4 * lanes.padded, end - lane, value_width,
+                     state.out + lane * state.out_stride, state.out_stride, alpha + 4 * lane, accumulate)  # fmt: skip
+        lane = end

@@ -1,0 +1,183 @@
+"""The batched product with packed weights: out = scale * a w^T."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from .compile import kernel
+from .context import NARROW, NATIVE, SCALE, VECTOR_WIDTH, WEIGHT_DOT, WEIGHT_ROWS, WEIGHT_VECTORS, WIDEN
+from .memory import call, fetch_add, store_i64
+
+# Rows of a, steps of k and weight panels that one pass takes: a's rows and a panel stay in the second-level
+# cache. k is cut for the cache alone: sums go on where they stopped.
+ROW_BLOCK = 128
+K_BLOCK = 512
+PANELS_PER_ITEM = 2
+# Bytes of weights that are prefetched before those in hand.
+BYTES_AHEAD = 2048
+LINE = 64
+
+
+class Product(NamedTuple):
+    """Addresses, strides in bytes and sizes of one call; the fields are the order of the packed integers."""
+
+    a: int
+    a_head_stride: int
+    a_row_stride: int
+    a_element: int
+    a_bytes: int
+    w: int
+    w_element: int
+    w_bytes: int
+    out: int
+    out_head_stride: int
+    out_row_stride: int
+    out_element: int
+    out_bytes: int
+    num_heads: int
+    num_rows: int
+    num_columns: int
+    k: int
+    scaled: int
+
+    def packed(self) -> np.ndarray:
+        """The fields as an int64 array: one cheap argument instead of many."""
+        return np.array(self, np.int64)
+
+
+class Scratch(NamedTuple):
+    """Addresses of one worker's memory; ``end`` is one past it."""
+
+    rows: int
+    a_panel: int
+    w_panel: int
+    sums: int
+    end: int
+
+
+@kernel
+def unpack(n):
+    """The product from its packed integers."""
+    return Product(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
+                   n[15], n[16], n[17])  # fmt: skip
+
+
+@kernel
+def panel_width(context):
+    """Columns of a packed panel."""
+    return context[WEIGHT_VECTORS] * context[VECTOR_WIDTH]
+
+
+@kernel
+def lay_out(context, base):
+    """One worker's memory from an address on."""
+    width = panel_width(context)
+    a_panel = base + 8 * ROW_BLOCK
+    w_panel = a_panel + 4 * ROW_BLOCK * K_BLOCK + LINE
+    sums = w_panel + 4 * K_BLOCK * width
+    return Scratch(base, a_panel, w_panel, sums, sums + 4 * ROW_BLOCK * PANELS_PER_ITEM * width)
+
+
+@kernel
+def workspace_bytes(context, num_workers):
+    """Bytes that a call needs."""
+    return num_workers * lay_out(context, numba.int64(0)).end
+
+
+@kernel
+def _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch):
+    """Addresses of rows of a, from step ``first_k`` on: in place, or converted to float32."""
+    source = p.a + head * p.a_head_stride + first_row * p.a_row_stride + first_k * p.a_bytes
+    for i in range(num_rows):
+        here = source
+        if p.a_element != context[NATIVE]:
+            here = scratch.a_panel + 4 * i * K_BLOCK
+            call(context[WIDEN + p.a_element], (here, source, num_k, source))
+        store_i64(scratch.rows + 8 * i, here)
+        source += p.a_row_stride
+
+
+@kernel
+def _multiply_panel(context, p, panel, num_rows, first_k, num_k, scratch, sums, sums_stride):
+    """Add one panel's part of the product: rows by blocks of falling size, so that none is computed in vain."""
+    width = panel_width(context)
+    weights = p.w + (panel * p.k + first_k) * width * p.w_bytes
+    if p.w_element != context[NATIVE]:
+        call(context[WIDEN + p.w_element], (scratch.w_panel, weights, num_k * width, weights + BYTES_AHEAD))
+        weights = scratch.w_panel
+    row, block, log2_block = 0, context[WEIGHT_ROWS], 0
+    while (1 << (log2_block + 1)) <= block:
+        log2_block += 1
+    while row < num_rows:
+        while block > num_rows - row:
+            block >>= 1
+            log2_block -= 1
+        here = scratch.rows + 8 * row
+        call(context[WEIGHT_DOT + log2_block],
+             (here, here, weights, 4 * width, num_k, sums + row * sums_stride, sums_stride, first_k))  # fmt: skip
+        row += block
+
+
+@kernel
+def _run_item(context, p, item, scale, scratch):
+    """All rows of one head for a few panels of columns."""
+    width = panel_width(context)
+    panels_a_head = -(-p.num_columns // width)
+    items_a_head = -(-panels_a_head // PANELS_PER_ITEM)
+    head = item // items_a_head
+    first_panel = (item - head * items_a_head) * PANELS_PER_ITEM
+    num_panels = min(PANELS_PER_ITEM, panels_a_head - first_panel)
+    first_column = first_panel * width
+    columns = min(num_panels * width, p.num_columns - first_column)
+    stride = 4 * PANELS_PER_ITEM * width
+    for first_row in range(0, p.num_rows, ROW_BLOCK):
+        num_rows = min(ROW_BLOCK, p.num_rows - first_row)
+        for first_k in range(0, p.k, K_BLOCK):
+            num_k = min(K_BLOCK, p.k - first_k)
+            _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch)
+            for i in range(num_panels):
+                _multiply_panel(context, p, head * panels_a_head + first_panel + i, num_rows, first_k, num_k, scratch,
+                                scratch.sums + 4 * i * width, stride)  # fmt: skip
+        for i in range(num_rows):
+            sums = scratch.sums + i * stride
+            if p.scaled != 0:
+                call(context[SCALE], (sums, columns, scale))
+            target = p.out + head * p.out_head_stride + (first_row + i) * p.out_row_stride
+            call(context[NARROW + p.out_element], (target + first_column * p.out_bytes, sums, columns))
+
+
+@kernel
+def count_items(context, packed):
+    """Work items of a call."""
+    p = unpack(packed)
+    panels = -(-p.num_columns // panel_width(context))
+    return p.num_heads * -(-panels // PANELS_PER_ITEM)
+
+
+@kernel
+def _work(worker, context, packed, scale, num_items, next_item, workspace):
+    """One worker: take items until there are none."""
+    p = unpack(packed)
+    scratch = lay_out(context, workspace + worker * lay_out(context, numba.int64(0)).end)
+    while True:
+        item = fetch_add(next_item.ctypes.data, 1)
+        if item >= num_items:
+            break
+        _run_item(context, p, item, scale, scratch)
+
+
+@kernel
+def product_serial(context, packed, scale, num_items, next_item, workspace, num_workers):
+    """All items in the calling thread."""
+    _work(numba.int64(0), context, packed, scale, num_items, next_item, workspace)
+
+
+@kernel(parallel=True)
+def product_parallel(context, packed, scale, num_items, next_item, workspace, num_workers):
+    """All items, by as many workers as asked for."""
+    for worker in numba.prange(num_workers):
+        # prange counts in unsigned integers, for which all that is called would be compiled again.
+        _work(numba.int64(worker), context, packed, scale, num_items, next_item, workspace)

@@ -1,0 +1,262 @@
+"""``write_cache``, ``gather_cache`` and ``expand_block_table``: rows and slots of the paged cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..checks import (
+    FLOAT_DTYPES,
+    address,
+    check_array,
+    check_count,
+    check_integers,
+    check_output,
+    dense_rows,
+    describe,
+)
+from ..kernels.context import ELEMENT_CODES
+from ..kernels.paging import find_bad_slot, gather_rows, write_rows
+from ..runtime import context_for, workspace
+from .attention import check_block_table, check_pages
+
+
+def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slot_id=-1, validate=True):
+    """Write new tokens' rows ``[kv_c | k_pe]`` to their slots of the paged cache.
+
+    ``kv_cache[slot // block_size, slot % block_size] = [kv_c[i] | k_pe[i]]`` for ``slot = slot_mapping[i]``.
+
+    Parameters
+    ----------
+    kv_c : ndarray (T, Dc)
+        Normed latents, of the cache's dtype.
+    k_pe : ndarray (T, Dr) or (T, 1, Dr)
+        Rotated keys, of the cache's dtype.
+    kv_cache : ndarray (num_blocks, block_size, Dc + Dr)
+        The paged cache, float32, float16 or bfloat16, written in place.
+    slot_mapping : int array or list (<= T,)
+        ``page * block_size + offset`` of each token; the rows past its end are padding, and not written.
+    cache_scale : float, optional
+        For fp8 caches, which this version does not write: must be None.
+    pad_slot_id : int
+        A slot that says "do not write this row"; negative.
+    validate : bool
+        False skips the checks of slots' values.
+
+    Returns
+    -------
+    None
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before anything is written: an argument other than the above, a slot outside the cache, or one that
+        appears twice; the message names it.
+
+    Notes
+    -----
+    Bits are copied.
+
+    Examples
+    --------
+    >>> import numpy as np, numba_mla
+    >>> cache = np.zeros((2, 2, 3), np.float32)
+    >>> numba_mla.write_cache(np.ones((2, 2), np.float32), np.ones((2, 1), np.float32), cache, [3, -1])
+    >>> cache.sum(axis=-1).tolist()
+    [[0.0, 0.0], [0.0, 3.0]]
+    """
+    check_pages(kv_cache, ("num_blocks", "block_size", "Dc + Dr"), cache_scale)
+    if not kv_cache.flags.writeable:
+        raise ValueError(f"kv_cache: expected a writable array, got a read-only {describe(kv_cache)}")
+    dtypes = (kv_cache.dtype,)
+    kv_c = check_array("kv_c", kv_c, ("T", "Dc"), dtypes)
+    k_pe = _flat_rotary(k_pe, len(kv_c), kv_cache.shape[2] - kv_c.shape[1], dtypes)
+    slots = check_integers("slot_mapping", slot_mapping, ("<= T",))
+    pad_slot = _check_pad_slot(pad_slot_id)
+    if len(slots) > len(kv_c):
+        raise ValueError(f"slot_mapping: expected at most {len(kv_c)} slots (the rows of kv_c), got {len(slots)}")
+    if validate:
+        _check_slots(slots, kv_cache, pad_slot)
+    for name, source in (("kv_c", kv_c), ("k_pe", k_pe)):
+        if np.may_share_memory(source, kv_cache) and np.shares_memory(source, kv_cache):
+            raise ValueError(f"{name}: expected memory apart from kv_cache's, got a view of it")
+    offset = 0
+    for source in (dense_rows(kv_c), dense_rows(k_pe)):
+        num_bytes = source.shape[1] * source.itemsize
+        write_rows(
+            context_for(), address(source), source.strides[0], num_bytes, address(kv_cache) + offset,
+            kv_cache.strides[0], kv_cache.strides[1], kv_cache.shape[1], slots, pad_slot,
+        )  # fmt: skip
+        offset += num_bytes
+
+
+def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=512, cache_scale=None, dtype=None,
+                 out=None, validate=True):  # fmt: skip
+    """Gather cached rows of several requests, position by position, into contiguous arrays.
+
+    Row ``kv_start_loc[b] + p - starts[b]`` of the result is position p of request b,
+    ``starts[b] <= p < seq_lens[b]``.
+
+    Parameters
+    ----------
+    kv_cache : ndarray (num_blocks, block_size, Dc + Dr)
+        The paged cache, float32, float16 or bfloat16.
+    block_table : int array (B, M), or None
+        Pages of each request, in order; None: page b is request b.
+    seq_lens : int array or list (B,)
+        One past the last position to gather of each request.
+    starts : int array or list (B,), optional
+        First position to gather of each request; None: 0.
+    kv_lora_rank : int
+        Dc, where a row is cut into its two parts.
+    cache_scale : float, optional
+        For fp8 caches, which this version does not read: must be None.
+    dtype : dtype, optional
+        Of the result: float32, float16 or bfloat16; None: the cache's.
+    out : pair of ndarray (>= n, Dc) and (>= n, Dr), optional
+        Where to write the rows, n in all; rows past n are left alone.
+    validate : bool
+        False skips the checks of pages' and positions' values.
+
+    Returns
+    -------
+    kv_c : ndarray (n, Dc)
+    k_pe : ndarray (n, Dr)
+    kv_start_loc : ndarray (B + 1,)
+        int64, where each request's rows begin.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument other than the above; the message names it.
+
+    Notes
+    -----
+    Exact where the result's dtype holds the cache's values, else rounded once to nearest even.
+
+    Examples
+    --------
+    >>> import numpy as np, numba_mla
+    >>> cache = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    >>> kv_c, k_pe, kv_start_loc = numba_mla.gather_cache(cache, [[1, 0]], [3], starts=[1], kv_lora_rank=2)
+    >>> kv_c.tolist(), k_pe.tolist(), kv_start_loc.tolist()
+    ([[9.0, 10.0], [0.0, 1.0]], [[11.0], [2.0]], [0, 2])
+    """
+    rank = check_count("kv_lora_rank", kv_lora_rank, 1)
+    check_pages(kv_cache, ("num_blocks", "block_size", "Dc + Dr"), cache_scale)
+    if kv_cache.shape[2] < rank:
+        raise ValueError(f"kv_cache: expected rows of at least kv_lora_rank = {rank}, got {describe(kv_cache)}")
+    ends = check_integers("seq_lens", seq_lens, ("B",))
+    first = np.zeros(len(ends), np.int64) if starts is None else check_integers("starts", starts, (len(ends),))
+    table = check_block_table(block_table, kv_cache, ends, validate)
+    if ((first < 0) | (first > ends)).any():
+        r = int(np.flatnonzero((first < 0) | (first > ends))[0])
+        raise ValueError(f"starts: expected 0 to seq_lens[{r}] = {ends[r]}, got {first[r]} in request {r}")
+    kv_start_loc = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - first)])
+    widths = (rank, kv_cache.shape[2] - rank)
+    parts = _gather_targets(out, int(kv_start_loc[-1]), widths, _check_dtype(dtype, kv_cache.dtype), kv_cache)
+    offset = 0
+    for part, width in zip(parts, widths, strict=True):
+        dense = part if part.strides[1] == part.itemsize or width <= 1 else np.empty(part.shape, part.dtype)
+        gather_rows(
+            context_for(), address(kv_cache) + offset, kv_cache.strides[0], kv_cache.strides[1], kv_cache.shape[1],
+            table, first, ends, address(dense), dense.strides[0], width, ELEMENT_CODES[kv_cache.dtype.name],
+            kv_cache.itemsize, ELEMENT_CODES[dense.dtype.name], workspace.reserve(4 * width),
+        )  # fmt: skip
+        if dense is not part:
+            part[...] = dense
+        offset += width * kv_cache.itemsize
+    return parts[0], parts[1], kv_start_loc
+
+
+def expand_block_table(block_table, block_size):
+    """The slot of every position: ``slots[b, m * block_size + o] = block_table[b, m] * block_size + o``.
+
+    Parameters
+    ----------
+    block_table : int array (B, M)
+        Pages of each request; -1 says that there is none.
+    block_size : int
+        Rows of a page.
+
+    Returns
+    -------
+    slots : ndarray (B, M * block_size)
+        Of block_table's dtype (int64 for lists); -1 stays -1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument other than the above, a page below -1, or slots that its dtype does not hold.
+
+    Examples
+    --------
+    >>> import numba_mla
+    >>> numba_mla.expand_block_table([[2, -1]], 2).tolist()
+    [[4, 5, -1, -1]]
+    """
+    rows = check_count("block_size", block_size, 1)
+    table = check_integers("block_table", block_table, ("B", "M"))
+    dtype = block_table.dtype if isinstance(block_table, np.ndarray) else table.dtype
+    if table.size and table.min() < -1:
+        raise ValueError(f"block_table: expected pages of at least -1, got {table.min()}")
+    largest = np.iinfo(dtype).max
+    if table.size and (int(table.max()) + 1) * rows - 1 > largest:
+        raise ValueError(
+            f"block_table: expected slots within {dtype} (at most {largest}), got page {table.max()} with "
+            f"block_size {rows}; pass int64"
+        )
+    pages = table.astype(dtype)[:, :, None]
+    slots = np.where(pages < 0, pages, pages * dtype.type(rows) + np.arange(rows, dtype=dtype))
+    return slots.reshape(len(table), table.shape[1] * rows)
+
+
+def _flat_rotary(k_pe, num_tokens: int, width: int, dtypes) -> np.ndarray:
+    if isinstance(k_pe, np.ndarray) and k_pe.ndim == 3:
+        return check_array("k_pe", k_pe, (num_tokens, 1, width), dtypes)[:, 0]
+    return check_array("k_pe", k_pe, (num_tokens, width), dtypes)
+
+
+def _check_pad_slot(pad_slot_id) -> int:
+    pad_slot = check_count("pad_slot_id", pad_slot_id, -(1 << 62))
+    if pad_slot >= 0:
+        raise ValueError(f"pad_slot_id: expected a negative number, which is no slot, got {pad_slot}")
+    return pad_slot
+
+
+def _check_slots(slots: np.ndarray, kv_cache: np.ndarray, pad_slot: int) -> None:
+    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+    bad = find_bad_slot(slots, num_slots, pad_slot)
+    if bad >= 0:
+        raise ValueError(
+            f"slot_mapping: expected 0 to {num_slots - 1} (kv_cache of shape {kv_cache.shape}) or the padding's "
+            f"{pad_slot}, got {slots[bad]} at {bad}"
+        )
+    used = np.sort(slots[slots != pad_slot])
+    twice = used[1:][used[1:] == used[:-1]]
+    if len(twice):
+        raise ValueError(f"slot_mapping: expected each slot once, got {twice[0]} more than once")
+
+
+def _check_dtype(dtype, default: np.dtype) -> np.dtype:
+    if dtype is None:
+        return default
+    try:
+        wanted = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {describe(dtype)}") from None
+    if wanted not in FLOAT_DTYPES:
+        raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {wanted}")
+    return wanted
+
+
+def _gather_targets(out, num_rows: int, widths: tuple[int, int], dtype: np.dtype, kv_cache: np.ndarray):
+    """The two arrays to gather to, cut to the rows that there are."""
+    if out is None:
+        return tuple(np.empty((num_rows, width), dtype) for width in widths)
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"out: expected the pair (kv_c, k_pe) of arrays, got {describe(out)}")
+    for part, width in zip(out, widths, strict=True):
+        check_output("out", part, (f">= {num_rows}", width), (dtype,), {"kv_cache": kv_cache})
+        if len(part) < num_rows:
+            raise ValueError(f"out: expected at least {num_rows} rows, got {describe(part)}")
+    return tuple(part[:num_rows] for part in out)

@@ -1,0 +1,109 @@
+"""Where a call meets the machine: the instruction set in force, its table of functions, reusable memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import cache
+
+import numpy as np
+from numba.core import config
+
+from . import isa as isas
+from .isa import Isa
+from .isa.host import Host, detect
+from .kernels.context import build_context
+
+# Raised whenever a release changes any bit of any result on any instruction set.
+NUMERICS_VERSION = 1
+
+_forced: ContextVar[str | None] = ContextVar("numba_mla_isa", default=None)
+_LINE = 64
+
+
+def host() -> Host:
+    """This machine, or the one that Numba was told to compile for."""
+    return detect(config.CPU_NAME, config.CPU_FEATURES)
+
+
+def available_isas() -> tuple[str, ...]:
+    """Names of the instruction sets that this machine can run, best first.
+
+    Returns
+    -------
+    tuple of str
+
+    Examples
+    --------
+    >>> import numba_mla
+    >>> numba_mla.available_isas()[-1]
+    'generic'
+    """
+    return isas.available_isas(host())
+
+
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Use an instruction set for the calls in this block, in this context alone.
+
+    Parameters
+    ----------
+    name : str
+        One of ``available_isas()``. A call's own ``isa=`` goes before it, ``NUMBA_MLA_ISA`` after it.
+
+    Raises
+    ------
+    IsaUnavailableError
+        If the name is unknown or this machine cannot run it.
+
+    Examples
+    --------
+    >>> import numba_mla
+    >>> with numba_mla.use_isa("generic"):
+    ...     numba_mla.show_config()["isa"]
+    'generic'
+    """
+    select_isa(name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@cache
+def _select(host: Host, forced: str | None) -> Isa:
+    return isas.select(host, forced)
+
+
+def select_isa(argument: str | None = None) -> Isa:
+    """The record for a call: its own argument, else ``use_isa``, else ``NUMBA_MLA_ISA``, else the best."""
+    forced = argument or _forced.get() or os.environ.get("NUMBA_MLA_ISA") or None
+    if forced is not None and not isinstance(forced, str):
+        raise TypeError(f"isa: expected a name such as 'generic', got {type(forced).__name__}")
+    return _select(host(), forced)
+
+
+def context_for(argument: str | None = None) -> np.ndarray:
+    """The table of functions for a call."""
+    return build_context(select_isa(argument), host().triple)
+
+
+class _Workspace(threading.local):
+    """A thread's own memory for kernels, kept between calls and grown when a call needs more."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(0, np.uint8)
+
+    def reserve(self, num_bytes: int) -> int:
+        """The address of that many bytes on a cache line's boundary."""
+        if self.memory.size < num_bytes + _LINE:
+            self.memory = np.empty(num_bytes + _LINE, np.uint8)
+        start = self.memory.ctypes.data
+        return -(-start // _LINE) * _LINE
+
+
+workspace = _Workspace()

@@ -1,0 +1,98 @@
+"""Threads: how many a call uses, which of Numba's layers runs them, and what that layer cannot bear."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import cache
+
+import numba
+from numba.core import config
+
+from .checks import check_count
+
+_asked: ContextVar[int | None] = ContextVar("numba_mla_threads", default=None)
+# Numba's workqueue layer ends the process when two threads launch at once.
+_launch_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Use at most ``n`` threads for the calls in this block, in this context alone.
+
+    Parameters
+    ----------
+    n : int
+        Threads, at least 1. More than Numba's own limit (``NUMBA_NUM_THREADS``) gives that many.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``n`` is not an integer, or is less than 1.
+
+    Notes
+    -----
+    Results are the same bits for any number of threads. Other libraries' thread counts are left alone.
+
+    Examples
+    --------
+    >>> import numba_mla
+    >>> with numba_mla.threads(1):
+    ...     numba_mla.show_config()["threads"]
+    1
+    """
+    token = _asked.set(check_count("n", n, 1))
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def num_threads() -> int:
+    """Threads that a call made now would use."""
+    load_tbb()
+    asked = _asked.get()
+    limit = config.NUMBA_NUM_THREADS
+    return numba.get_num_threads() if asked is None else min(asked, limit)
+
+
+@cache
+def load_tbb() -> bool:
+    """Load the tbb package's own library, where Numba would not look for it; whether it is there.
+
+    Numba takes its tbb layer if the library's symbols are already in the process.
+    """
+    if os.environ.get("NUMBA_THREADING_LAYER", "default") not in ("default", "tbb", "safe", "threadsafe"):
+        return False
+    try:
+        files = importlib.metadata.files("tbb") or []
+        names = [file for file in files if file.name.startswith("libtbb.so.12")]
+        for file in names[:1]:
+            ctypes.CDLL(os.fspath(file.locate()), mode=ctypes.RTLD_GLOBAL)
+        return bool(names)
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return False
+
+
+def threading_layer() -> str:
+    """The layer that runs parallel kernels; ``"not started"`` before the first one."""
+    try:
+        return numba.threading_layer()
+    except ValueError:
+        return "not started"
+
+
+@contextlib.contextmanager
+def launching() -> Iterator[None]:
+    """Around the launch of a parallel kernel: tbb made known before the first, one at a time on workqueue."""
+    load_tbb()
+    if threading_layer() in ("tbb", "omp"):
+        yield
+        return
+    with _launch_lock:
+        yield

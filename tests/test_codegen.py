@@ -1,0 +1,279 @@
+"""The generated functions, one by one, against their numpy twins; the generated text and its assembly."""
+
+import ctypes
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from numba_mla import runtime
+from numba_mla.codegen import blocks, link, module, stages
+from numba_mla.codegen.vector import FORMATS, exp2_twin
+from numba_mla.isa import host, select
+
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def function(name, num_pointers_and_ints, *floats, returns=None):
+    """A generated function of this machine's record, callable with addresses, integers, then floats."""
+    addresses = link.link(runtime.select_isa(), runtime.host().triple)
+    kinds = [ctypes.c_int64] * num_pointers_and_ints + [ctypes.c_float] * len(floats)
+    return ctypes.CFUNCTYPE(returns, *kinds)(addresses[name])
+
+
+def at(array):
+    return array.ctypes.data
+
+
+def rows_of(matrix):
+    """Addresses of a matrix' rows."""
+    return np.array([at(matrix) + i * matrix.strides[0] for i in range(len(matrix))], np.int64)
+
+
+@pytest.fixture
+def record(isa):
+    return runtime.select_isa(isa)
+
+
+def sizes(record):
+    dots, values = module.block_shapes(record)
+    return record.vector_width, dots, values
+
+
+@pytest.mark.parametrize("k", [1, 3, 15, 16, 17, 33, 576])
+@pytest.mark.parametrize("accumulate", [0, 1])
+def test_dot_block(record, rng, k, accumulate):
+    """Every shape, with k tails, strides wider than the block, canaries around C, sums in the order of k."""
+    width, dots, _ = sizes(record)
+    for rows, vectors in dots:
+        columns = vectors * width
+        a = rng.standard_normal((rows, k + 3), dtype=np.float32)
+        b = rng.standard_normal((k, columns + 5), dtype=np.float32)
+        c = rng.standard_normal((rows + 2, columns + 4), dtype=np.float32)
+        expected = c.copy()
+        sums = expected[1:-1, 2:-2] if accumulate else np.zeros((rows, columns), np.float32)
+        for step in range(k):
+            sums = record.multiply_add.twin(a[:, step, None], b[None, step, :columns], sums)
+        expected[1:-1, 2:-2] = sums
+        pointers = rows_of(a)
+        function(blocks.dot_name(rows, vectors), 8)(
+            at(pointers), at(pointers), at(b), b.strides[0], k, at(c[1:, 2:]), c.strides[0], accumulate
+        )
+        np.testing.assert_array_equal(c, expected)
+
+
+@pytest.mark.parametrize("accumulate", [0, 1])
+def test_value_block(record, rng, accumulate):
+    width, _, values = sizes(record)
+    keys = 3 * blocks.VALUE_UNROLL
+    for lanes, vectors in values:
+        columns = vectors * width
+        v = rng.standard_normal((keys, columns + 9), dtype=np.float32)
+        p = rng.random((keys, lanes + 3), dtype=np.float32)
+        alpha = rng.random(lanes, dtype=np.float32)
+        o = rng.standard_normal((lanes + 2, columns + 4), dtype=np.float32)
+        expected = o.copy()
+        sums = expected[1:-1, 2:-2] * alpha[:, None] if accumulate else np.zeros((lanes, columns), np.float32)
+        for key in range(keys):
+            sums = record.multiply_add.twin(p[key, :lanes, None], v[None, key, 5 : 5 + columns], sums)
+        expected[1:-1, 2:-2] = sums
+        pointers = rows_of(v)
+        function(blocks.value_name(lanes, vectors), 9)(
+            at(pointers), 20, keys, at(p), p.strides[0], at(o[1:, 2:]), o.strides[0], at(alpha), accumulate
+        )
+        np.testing.assert_array_equal(o, expected)
+
+
+def test_broadcast_is_its_twin(record, rng):
+    """A block of one key, one step, ones for B: C is the broadcast."""
+    row = rng.standard_normal(1, dtype=np.float32)
+    np.testing.assert_array_equal(record.broadcast.twin(row, record.vector_width), np.full(record.vector_width, row[0]))
+
+
+@pytest.mark.parametrize("keys", [1, 7, 256])
+def test_softmax_over_a_tile(record, rng, keys):
+    lanes, padded = 2 * record.vector_width, -(-keys // 8) * 8
+    scores = (4 * rng.standard_normal((padded + 1, lanes))).astype(np.float32)
+    scores[0, 3] = np.nan
+    scores[: keys // 2, 5] = stages.MASKED
+    scores[:, 6] = stages.MASKED
+    m = rng.standard_normal(lanes).astype(np.float32)
+    m[6:9] = stages.NO_MAXIMUM
+    length, alpha = rng.random(lanes, dtype=np.float32), np.empty(lanes, np.float32)
+    c = np.float32(0.3)
+    work, new_m, new_l = scores.copy(), m.copy(), length.copy()
+    function("softmax", 8, c)(at(work), work.strides[0], keys, padded, lanes, at(new_m), at(new_l), at(alpha), c)
+    maximum = np.fmax(m, np.fmax.reduce(scores[:keys], axis=0))
+    p = exp2_twin((scores[:keys] - maximum) * c)
+    np.testing.assert_array_equal(new_m, maximum)
+    np.testing.assert_allclose(work[:keys], p, rtol=2**-20)
+    assert (work[keys:padded] == 0).all()
+    np.testing.assert_array_equal(work[padded:], scores[padded:])
+    np.testing.assert_allclose(alpha, exp2_twin((m - maximum) * c), rtol=2**-20)
+    np.testing.assert_allclose(new_l, length * alpha + p.sum(axis=0, dtype=np.float64), rtol=2**-16)
+    assert np.isnan(work[0, 3])
+    assert (work[:keys, 6] == 0).all()
+    assert alpha[6] == 1  # nothing seen, nothing changed
+    assert new_l[6] == length[6]
+
+
+def test_exp2_is_accurate_exact_at_zero_and_zero_at_the_bottom(record, rng):
+    """Through the softmax of one key against a maximum of 0."""
+    lanes = record.vector_width
+    x = np.concatenate([-rng.random(40 * lanes) * 126, [0.0, -1.0, -126.0, -127.0, -200.0, -1e30, -np.inf]])
+    x = np.resize(x, -(-len(x) // lanes) * lanes).astype(np.float32)
+    out = np.empty_like(x)
+    for first in range(0, len(x), lanes):
+        scores = np.zeros((4, lanes), np.float32)
+        scores[0] = x[first : first + lanes]
+        m, length, alpha = (
+            np.zeros(lanes, np.float32),
+            np.zeros(lanes, np.float32),
+            np.zeros(lanes, np.float32),
+        )
+        function("softmax", 8, 1.0)(at(scores), scores.strides[0], 1, 4, lanes, at(m), at(length), at(alpha), 1.0)
+        out[first : first + lanes] = scores[0]
+    exact = np.exp2(x.astype(np.float64))
+    normal = x >= -126
+    assert (abs(out[normal] / exact[normal] - 1) < 2**-22).all()
+    assert (out[x == 0] == 1).all()
+    assert (out[x <= -127] == 0).all()
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 31, 100])
+def test_rows_of_every_format(record, rng, n):
+    """Widening, narrowing and packing, exact, with canaries at both ends."""
+    width = record.vector_width
+    for element in FORMATS:
+        dtype = DTYPES[element.name]
+        rows = rng.standard_normal((width, n + 2), dtype=np.float32).astype(dtype)
+        wide = np.full(n + 2, 7.5, np.float32)
+        function(f"widen_{element.name}", 4)(at(wide[1:]), at(rows[0, 1:]), n, at(rows))
+        np.testing.assert_array_equal(wide[1:-1], rows[0, 1:-1].astype(np.float32))
+        narrow = np.full(n + 2, 7.5, dtype)
+        function(f"narrow_{element.name}", 3)(at(narrow[1:]), at(wide[1:]), n)
+        np.testing.assert_array_equal(narrow[1:-1], rows[0, 1:-1])
+        packed = np.full((n, width + 2), 7.5, np.float32)
+        pointers = rows_of(rows[:, 1:])
+        function(f"pack_{element.name}", 4)(at(packed[:, 1:]), packed.strides[0], at(pointers), n)
+        np.testing.assert_array_equal(packed[:, 1:-1], rows[:, 1:-1].T.astype(np.float32))
+        for edges in (wide[[0, -1]], narrow[[0, -1]], packed[:, [0, -1]]):
+            assert (edges == np.asarray(7.5, edges.dtype)).all()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_all_codes_widen_and_come_back(record, name):
+    codes = np.arange(2**16, dtype=np.uint16)
+    values = codes.view(DTYPES[name])
+    wide, back = np.empty(2**16, np.float32), np.empty(2**16, np.uint16)
+    function(f"widen_{name}", 4)(at(wide), at(values), 2**16, at(values))
+    np.testing.assert_array_equal(wide, values.astype(np.float32))
+    assert (np.signbit(wide) == (codes >> 15 == 1))[~np.isnan(wide)].all()
+    function(f"narrow_{name}", 3)(at(back), at(wide), 2**16)
+    nan = np.isnan(wide)
+    np.testing.assert_array_equal(back[~nan], codes[~nan])
+    assert np.isnan(back.view(DTYPES[name])[nan].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_narrowing_rounds_to_nearest_even(record, rng, name):
+    """Every magnitude, ties, neighbours of ties, the edge of overflow, subnormals."""
+    dtype = DTYPES[name]
+    grid = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
+    grid = np.sort(grid[np.isfinite(grid)])
+    ties = ((grid[1:].astype(np.float64) + grid[:-1]) / 2).astype(np.float32)
+    bits = rng.integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
+    above, below = (np.nextafter(ties, np.float32(side)) for side in (np.inf, -np.inf))
+    edges = np.float32([65504, 65519, 65520, 65536, 3.4e38, np.inf, -np.inf, 2**-25, 2**-24, -0.0])
+    x = np.concatenate([ties, above, below, bits, edges])
+    out = np.empty(len(x), dtype)
+    function(f"narrow_{name}", 3)(at(out), at(x), len(x))
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = x.astype(dtype)
+    nan = np.isnan(x)
+    np.testing.assert_array_equal(out.view(np.uint16)[~nan], expected.view(np.uint16)[~nan])
+    assert np.isnan(out[nan].astype(np.float32)).all()
+
+
+def test_any_nonfinite(record, rng):
+    probe = function("any_nonfinite", 3, returns=ctypes.c_int64)
+    for n in (1, 15, 16, 40):
+        rows = rng.standard_normal((5, n + 1), dtype=np.float32)
+        rows[:, n] = np.nan  # past the end
+        pointers = rows_of(rows)
+        assert probe(at(pointers), 5, n) == 0
+        for bad in (np.nan, np.inf, -np.inf):
+            for row, column in ((0, 0), (4, n - 1), (2, n // 2)):
+                touched = rows.copy()
+                touched[row, column] = bad
+                pointers_touched = rows_of(touched)
+                assert probe(at(pointers_touched), 5, n) == 1
+                assert probe(at(pointers_touched), row, n) == 0
+
+
+def test_scale_leaves_no_negative_zero(record):
+    row = np.float32([-0.0, 0.0, -1e-45, 3.0])
+    function("scale", 2, 1.0)(at(row), 4, 0.25)
+    assert not np.signbit(row).any()
+    assert row[3] == 0.75
+
+
+def fake_host(cpu, features, triple="x86_64-unknown-linux-gnu"):
+    return host.Host(triple, cpu, features)
+
+
+PLAIN = fake_host("x86-64", "")
+AVX2 = fake_host("haswell", "+avx,+avx2,+fma,+f16c")
+AVX512 = fake_host("skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq")
+ARM = fake_host("neoverse-n1", "+neon", "aarch64-unknown-linux-gnu")
+
+
+@pytest.mark.parametrize(
+    ("machine", "present", "absent"),
+    [
+        (PLAIN, r"mulps\s", r"%[yz]mm|vfmadd|tmm"),
+        (AVX2, r"vfmadd\w+ps\s.*%ymm", r"%zmm|tmm"),
+        (AVX512, r"vfmadd\w+ps\s.*%zmm", r"tmm"),
+        (ARM, r"fmla\s", r"%"),
+    ],
+    ids=["x86-64", "haswell", "skylake-avx512", "aarch64"],
+)
+def test_generic_assembly_for_other_machines(machine, present, absent):
+    """Portable vectors become each machine's own, and nothing that it does not have."""
+    code = link.assembly(select(machine, "generic"), machine.triple)
+    assert re.search(present, code)
+    assert not re.search(absent, code)
+
+
+def inner_loop(code, symbol):
+    """The longest stretch between a label and the jump back to it, of one function."""
+    body = re.search(rf"^{symbol}:\n(.*?)^\.Lfunc_end", code, flags=re.MULTILINE | re.DOTALL).group(1)
+    lines = body.splitlines()
+    labels = {line[: line.index(":")]: i for i, line in enumerate(lines) if re.match(r"\.LBB\w+:", line)}
+    loops = [
+        lines[labels[target] : i]
+        for i, line in enumerate(lines)
+        for target in re.findall(r"\sj\w+\s+(\.LBB\w+)", line)
+        if labels.get(target, i) < i
+    ]
+    return max(loops, key=len)
+
+
+@pytest.mark.parametrize("machine", [PLAIN, AVX2, AVX512], ids=["x86-64", "haswell", "skylake-avx512"])
+def test_no_vector_spills_in_the_inner_loops(machine):
+    record = select(machine, "generic")
+    code = link.assembly(record, machine.triple)
+    dots, values = module.block_shapes(record)
+    for symbol in [blocks.dot_name(*shape) for shape in dots] + [blocks.value_name(*shape) for shape in values]:
+        loop = inner_loop(code, symbol)
+        spills = [line for line in loop if re.search(r"\(%rsp\)", line) and re.search(r"%[xyz]mm", line)]
+        assert not spills, f"{symbol}: {spills[:3]}"
+
+
+def test_text_is_stable():
+    """The same record gives the same text, so that a compiled copy is found again."""
+    module.build_module.cache_clear()
+    first = module.build_module(select(AVX2), AVX2.triple)
+    module.build_module.cache_clear()
+    assert module.build_module(select(AVX2), AVX2.triple) == first
