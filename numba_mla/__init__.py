@@ -2,8 +2,11 @@
 
 from . import reference
 from ._version import __version__
+from .cache import Batch, CacheFullError, PagedLatentCache
+from .config import MLAConfig
 from .errors import IsaUnavailableError
 from .info import show_config
+from .layer import MLALayer
 from .ops import (
     PackedWeight,
     absorb_weights,
@@ -16,14 +19,21 @@ from .ops import (
     pack_weight,
     write_cache,
 )
+from .rope import apply_rope
 from .runtime import available_isas, use_isa
 from .threads import threads
 
 __all__ = [
+    "Batch",
+    "CacheFullError",
     "IsaUnavailableError",
+    "MLAConfig",
+    "MLALayer",
     "PackedWeight",
+    "PagedLatentCache",
     "__version__",
     "absorb_weights",
+    "apply_rope",
     "available_isas",
     "bmm",
     "decode",

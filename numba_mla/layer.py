@@ -1,0 +1,293 @@
+"""MLALayer: a model's attention layer, from hidden states to hidden states, on a paged latent cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from . import ops
+from .cache import Batch, PagedLatentCache
+from .checkpoint import Checkpoint, attention_shapes, bias_shapes, read_attention
+from .checks import FLOAT_DTYPES, check_array, check_count, check_output
+from .config import MLAConfig
+from .rope import inverse_frequencies, rotate, rotation, rotation_scaling
+
+PATHS = ("auto", "absorbed")
+
+
+class MLALayer:
+    """One attention layer: projections, norms, rotation, attention over the latent cache, output projection.
+
+    The boundary is that of `self_attn` in Hugging Face's models: hidden states come in normed, and no
+    residual is added. Keys and values are never materialised: with kv_b_proj split per head into W_UK and
+    W_UV, ``q_nope . (W_UK c) = (q_nope W_UK) . c``, so queries absorb W_UK, and W_UV is applied to the
+    attended latent.
+
+    Parameters
+    ----------
+    config : MLAConfig
+        The layer's numbers.
+    weights : mapping of str to ndarray
+        By their names below `self_attn.`: `q_proj.weight`, or `q_a_proj.weight`, `q_a_layernorm.weight` and
+        `q_b_proj.weight`; `kv_a_proj_with_mqa.weight`, `kv_a_layernorm.weight`, `kv_b_proj.weight`,
+        `o_proj.weight`; a `.bias` of any of these projections but kv_b_proj. Projections are float32, float16
+        or bfloat16, all the same; norm weights and biases any of these.
+
+    Attributes
+    ----------
+    config : MLAConfig
+        As given.
+    dtype : dtype
+        Of the projections, and so of hidden states.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A weight is missing, unknown, or has another shape or dtype; the message names it.
+
+    Notes
+    -----
+    A value is rounded to `dtype` (or the cache's) only where the next product takes it; norms, rotation,
+    biases and scalings work on float32. The result does not depend on how tokens are split into calls or
+    batched.
+
+    References
+    ----------
+    DeepSeek-AI, "DeepSeek-V2", section 2.1 and appendix C.
+
+    Examples
+    --------
+    >>> config = MLAConfig(
+    ...     hidden_size=32, num_heads=2, q_lora_rank=None, kv_lora_rank=16,
+    ...     qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    >>> weights = {name: np.ones(shape, np.float32) for name, shape in attention_shapes(config).items()}
+    >>> layer = MLALayer(config, weights)
+    >>> cache = PagedLatentCache(config, num_blocks=4, dtype=np.float32)
+    >>> cache.add("a")
+    0
+    >>> layer(np.ones((3, 32), np.float32), cache, cache.append({"a": 3})).shape
+    (3, 32)
+    """
+
+    def __init__(self, config: MLAConfig, weights: Mapping[str, np.ndarray]) -> None:
+        self.config = config
+        self.dtype = _check_weights(config, weights)
+        projections = [name for name, shape in attention_shapes(config).items() if len(shape) == 2]
+        projections.remove("kv_b_proj.weight")
+        self._packed = {_module(name): ops.pack_weight(weights[name][None]) for name in projections}
+        self._widths = {_module(name): len(weights[name]) for name in projections}
+        w_uk, w_uv = ops.absorb_weights(
+            weights["kv_b_proj.weight"], config.num_heads, config.qk_nope_head_dim, config.v_head_dim
+        )
+        self._w_uk, self._w_uv = ops.pack_weight(w_uk), ops.pack_weight(w_uv)
+        self._biases = {
+            _module(name): values.astype(np.float32) for name, values in weights.items() if name.endswith(".bias")
+        }
+        self._kv_norm = weights["kv_a_layernorm.weight"].astype(np.float32)
+        self._kv_norm *= np.float32(config.kv_latent_scale)
+        if config.q_lora_rank is not None:
+            self._q_norm = weights["q_a_layernorm.weight"].astype(np.float32)
+        self._inv_freq = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
+        self._rotation_scaling = rotation_scaling(config.rope_scaling)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, layer: int = 0) -> MLALayer:
+        """Build a layer from a Hugging Face checkpoint folder, reading only its own tensors.
+
+        Parameters
+        ----------
+        folder : path
+            Holds `config.json` and `model.safetensors`, or shards with their index.
+        layer : int
+            Which attention of the model, from 0.
+
+        Returns
+        -------
+        MLALayer
+
+        Raises
+        ------
+        FileNotFoundError
+            The folder or a file is missing.
+        ValueError
+            The model family is not supported, or (as CheckpointError) a file is broken, or a tensor is
+            missing or has another shape; the message names file and tensor.
+        """
+        checkpoint = Checkpoint(folder)
+        config = MLAConfig.from_dict(checkpoint.config)
+        return cls(config, read_attention(checkpoint, config, layer))
+
+    def __call__(
+        self,
+        hidden_states: np.ndarray,
+        cache: PagedLatentCache,
+        batch: Batch,
+        *,
+        cache_layer: int = 0,
+        path: str = "auto",
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Write the new tokens to the cache and attend from each to its request's tokens up to itself.
+
+        Parameters
+        ----------
+        hidden_states : ndarray, (T, hidden_size), `dtype`
+            Normed hidden states of the new tokens, in the batch's order.
+        cache : PagedLatentCache
+            Holds the earlier tokens; gets the new ones.
+        batch : Batch
+            From the cache's `append`.
+        cache_layer : int
+            Which of the cache's layers is this one's.
+        path : {"auto", "absorbed"}
+            How attention is computed; both are absorbed.
+        out : ndarray, (T, hidden_size), `dtype` or float32, optional
+            Filled and returned.
+
+        Returns
+        -------
+        ndarray, (T, hidden_size), `dtype` or out's
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument other than the above; the message names it.
+        """
+        self._check_call(hidden_states, cache, batch, cache_layer, path)
+        num_tokens = len(hidden_states)
+        if out is None:
+            out = np.empty((num_tokens, self.config.hidden_size), self.dtype)
+        else:
+            dtypes = (self.dtype, np.dtype(np.float32))
+            check_output("out", out, hidden_states.shape, dtypes, {"hidden_states": hidden_states})
+        # NaN and inf reach just the outputs that depend on them, as in the operations: no warning.
+        with np.errstate(over="ignore", invalid="ignore"):
+            cos, sin = rotation(batch.positions, self._inv_freq, self._rotation_scaling)
+            q_nope, q_pe = self._project_queries(hidden_states, batch.positions, cos, sin)
+            kv_c, k_pe = self._project_latents(hidden_states, cos, sin)
+            kv_cache = cache.data[cache_layer]
+            ops.write_cache(_cast(kv_c, cache.dtype), _cast(k_pe, cache.dtype), kv_cache, batch.slot_mapping)
+            values = self._attend(q_nope, q_pe, kv_cache, batch)
+            return self._project("o_proj", values, out)
+
+    def _project_queries(
+        self, hidden_states: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return q_nope (T, H, Dn) and the rotated q_pe (T, H, Dr), both float32."""
+        c = self.config
+        if c.q_lora_rank is None:
+            q = self._project("q_proj", hidden_states)
+        else:
+            q_latent = _rms_norm(self._project("q_a_proj", hidden_states), self._q_norm, c.norm_eps)
+            q = self._project("q_b_proj", _cast(q_latent, self.dtype))
+        q = q.reshape(-1, c.num_heads, c.qk_nope_head_dim + c.qk_rope_head_dim)
+        if c.q_latent_scale != 1.0:
+            q *= np.float32(c.q_latent_scale)
+        if c.query_scale_beta:
+            q *= _query_scales(positions, c)[:, None, None]
+        q_nope, q_pe = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
+        return q_nope, rotate(q_pe, cos, sin, interleaved=c.rope_interleave)
+
+    def _project_latents(
+        self, hidden_states: np.ndarray, cos: np.ndarray, sin: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the normed latent kv_c (T, Dc) and the rotated k_pe (T, Dr), both float32."""
+        c = self.config
+        kv = self._project("kv_a_proj_with_mqa", hidden_states)
+        kv_c = _rms_norm(kv[:, : c.kv_lora_rank], self._kv_norm, c.norm_eps)
+        return kv_c, rotate(kv[:, c.kv_lora_rank :], cos, sin, interleaved=c.rope_interleave)
+
+    def _attend(self, q_nope: np.ndarray, q_pe: np.ndarray, kv_cache: np.ndarray, batch: Batch) -> np.ndarray:
+        """Return the heads' values side by side, (T, H * Dv)."""
+        c = self.config
+        num_tokens = len(q_nope)
+        # Token-major arrays, written and read by the head-major products through transposed views.
+        q_latent = np.empty((num_tokens, c.num_heads, c.kv_lora_rank), np.float32)
+        ops.bmm(_cast(q_nope, self.dtype).swapaxes(0, 1), self._w_uk, out=q_latent.swapaxes(0, 1))
+        attended, _ = ops.extend(
+            (_cast(q_latent, kv_cache.dtype), _cast(q_pe, kv_cache.dtype)),
+            kv_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            scale=c.softmax_scale,
+            kv_lora_rank=c.kv_lora_rank,
+            out=np.empty(q_latent.shape, np.float32),
+        )
+        values = np.empty((num_tokens, c.num_heads, c.v_head_dim), self.dtype)
+        ops.bmm(_cast(attended, self.dtype).swapaxes(0, 1), self._w_uv, out=values.swapaxes(0, 1))
+        return values.reshape(num_tokens, c.num_heads * c.v_head_dim)
+
+    def _project(self, module: str, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Return x (T, K) times a projection's weight plus its bias, (T, N) float32 or `out`."""
+        bias = self._biases.get(module)
+        if out is not None and bias is None:
+            ops.bmm(x[None], self._packed[module], out=out[None])
+            return out
+        product = np.empty((len(x), self._widths[module]), np.float32)
+        ops.bmm(x[None], self._packed[module], out=product[None])
+        if bias is not None:
+            product += bias
+        if out is None:
+            return product
+        out[...] = product
+        return out
+
+    def _check_call(
+        self, hidden_states: np.ndarray, cache: PagedLatentCache, batch: Batch, cache_layer: int, path: str
+    ) -> None:
+        if path not in PATHS:
+            raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
+        if not isinstance(cache, PagedLatentCache):
+            raise TypeError(f"cache: expected a PagedLatentCache, got {type(cache).__name__}")
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch: expected a Batch, got {type(batch).__name__}")
+        widths = (self.config.kv_lora_rank, self.config.cache_row_width)
+        if (cache.kv_lora_rank, cache.data.shape[-1]) != widths:
+            raise ValueError(
+                f"cache: expected rows of {widths[1]} values, {widths[0]} of them latent, "
+                f"got {cache.data.shape[-1]} and {cache.kv_lora_rank}"
+            )
+        if check_count("cache_layer", cache_layer, 0) >= cache.num_layers:
+            raise ValueError(f"cache_layer: expected at most {cache.num_layers - 1}, got {cache_layer}")
+        shape = (len(batch.positions), self.config.hidden_size)
+        check_array("hidden_states", hidden_states, shape, (self.dtype,))
+
+
+def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return x.astype(dtype, copy=False)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    return x / np.sqrt(mean_square + np.float32(eps)) * weight
+
+
+def _query_scales(positions: np.ndarray, config: MLAConfig) -> np.ndarray:
+    """Return each token's ``1 + beta ln(1 + floor(position / original_max))``, (T,) float32."""
+    original = (config.rope_scaling or {})["original_max_position_embeddings"]
+    return (1 + config.query_scale_beta * np.log1p(positions // original)).astype(np.float32)
+
+
+def _check_weights(config: MLAConfig, weights: Mapping[str, np.ndarray]) -> np.dtype:
+    """Return the projections' one dtype."""
+    shapes = attention_shapes(config)
+    known = shapes | bias_shapes(config)
+    for name in shapes:
+        if name not in weights:
+            raise ValueError(f"weights: {name} is missing")
+    for name, values in weights.items():
+        if name not in known:
+            raise ValueError(f"weights: {name} is not a weight of this layer; expected {', '.join(known)}")
+        check_array(f"weights[{name!r}]", values, known[name], FLOAT_DTYPES)
+    dtypes = {name: weights[name].dtype for name, shape in shapes.items() if len(shape) == 2}
+    if len(set(dtypes.values())) > 1:
+        listing = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"weights: expected projections of one dtype, got {listing}")
+    return weights["o_proj.weight"].dtype
