@@ -8,15 +8,19 @@ from .errors import IsaUnavailableError
 from .info import show_config
 from .layer import MLALayer
 from .ops import (
+    BlockScaled,
     PackedWeight,
     absorb_weights,
+    block_quant_to_tensor_quant,
     bmm,
     decode,
     expand_block_table,
     extend,
     gather_cache,
     merge_states,
+    num_kv_splits,
     pack_weight,
+    prefill,
     write_cache,
 )
 from .rope import apply_rope
@@ -25,6 +29,7 @@ from .threads import threads
 
 __all__ = [
     "Batch",
+    "BlockScaled",
     "CacheFullError",
     "IsaUnavailableError",
     "MLAConfig",
@@ -35,13 +40,16 @@ __all__ = [
     "absorb_weights",
     "apply_rope",
     "available_isas",
+    "block_quant_to_tensor_quant",
     "bmm",
     "decode",
     "expand_block_table",
     "extend",
     "gather_cache",
     "merge_states",
+    "num_kv_splits",
     "pack_weight",
+    "prefill",
     "reference",
     "show_config",
     "threads",

@@ -15,6 +15,11 @@ FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
 Shape = tuple[int | str, ...]
 
+# Kernels compare positions as int32.
+MAX_POSITIONS = 2**31 - 1
+# Far above what slices of one buffer take; the question is NP-hard for strides of every kind.
+_OVERLAP_WORK = 100_000
+
 
 def names(dtypes: Sequence[np.dtype]) -> str:
     """Names of element types, for a message."""
@@ -41,14 +46,25 @@ def check_count(name: str, value: Any, least: int) -> int:
     return number
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """A truth value, and not something that merely has one."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected True or False, got {describe(value)}")
+    return bool(value)
+
+
 def check_scale(name: str, value: Any) -> float:
     """A factor that is finite, positive, and so in float32 too."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected a real number, got {describe(value)}")
-    number = float(value)
-    tiny, huge = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-    if not (math.isfinite(number) and tiny <= number <= huge):
-        raise ValueError(f"{name}: expected finite, positive and within float32's range, got {number}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    # Half of float32's largest: scores take the scale times log2(e), which must be finite too.
+    tiny, huge = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max) / 2
+    if not tiny <= number <= huge:
+        raise ValueError(f"{name}: expected finite, positive and within {tiny:.4g} to {huge:.4g}, got {number}")
     return number
 
 
@@ -56,6 +72,7 @@ def check_array(name: str, x: Any, shape: Shape, dtypes: Sequence[np.dtype] = FL
     """A numpy array of one of the element types whose axes have the given lengths; a word fits any length."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{name}: expected a numpy array ({names(dtypes)}), got {describe(x)}")
+    _check_plain(name, x)
     if x.dtype not in dtypes:
         hint = ""
         if x.dtype == np.dtype("V2") and BFLOAT16 in dtypes:
@@ -74,16 +91,30 @@ def _check_shape(name: str, x: np.ndarray, shape: Shape) -> np.ndarray:
     return x
 
 
+def _check_plain(name: str, x: Any) -> None:
+    """No array that means more than its elements (a mask), or whose views are not arrays of any rank."""
+    if isinstance(x, (np.ma.MaskedArray, np.matrix)):
+        raise TypeError(f"{name}: expected a plain numpy array, got {type(x).__name__} of shape {x.shape}")
+
+
 def check_integers(name: str, x: Any, shape: Shape) -> np.ndarray:
     """Metadata, an integer array or list of the given shape, as a new int64 array."""
+    _check_plain(name, x)
     try:
         array = np.asarray(x)
     except ValueError:
         raise ValueError(f"{name}: expected a rectangular array of integers, got {describe(x)}") from None
+    except Exception:
+        # Whatever a foreign object raises on the way, it is not what was asked for.
+        raise TypeError(f"{name}: expected int32 or int64 (an array or a list), got {describe(x)}") from None
     if array.size == 0 and not isinstance(x, np.ndarray):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected int32 or int64 (an array or a list), got {describe(array)}")
+        # Integers that are too large for numpy's turn into floats or objects.
+        if array.size and not isinstance(x, np.ndarray) and all(type(n) is int for n in np.asarray(x, object).flat):
+            raise ValueError(f"{name}: expected values within int64's range, got {describe(x)}")
+        came = describe(array) if array.ndim else describe(x)
+        raise TypeError(f"{name}: expected int32 or int64 (an array or a list), got {came}")
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: expected values within int64's range, got {array.max()}")
     return _check_shape(name, np.array(array, np.int64, order="C"), shape)
@@ -93,12 +124,34 @@ def check_output(name: str, x: Any, shape: Shape, dtypes: Sequence[np.dtype],
                  inputs: dict[str, np.ndarray]) -> np.ndarray:  # fmt: skip
     """An array to write the result to: its shape and element type, writable, apart from the inputs."""
     check_array(name, x, shape, dtypes)
-    if not x.flags.writeable:
-        raise ValueError(f"{name}: expected a writable array, got a read-only {describe(x)}")
+    check_writable(name, x)
     for other, array in inputs.items():
-        if np.may_share_memory(x, array) and np.shares_memory(x, array):
+        if overlap(x, array):
             raise ValueError(f"{name}: expected memory apart from {other}'s, got an array that overlaps it")
     return x
+
+
+def check_writable(name: str, x: np.ndarray) -> None:
+    """An array that may be written, every element in a place of its own."""
+    if not x.flags.writeable:
+        raise ValueError(f"{name}: expected a writable array, got a read-only {describe(x)}")
+    # Axis after axis, from the smallest stride on: each must step over all that the ones before it span.
+    span = x.itemsize
+    for stride, length in sorted((abs(stride), length) for stride, length in zip(x.strides, x.shape, strict=True)):
+        if length > 1 and stride < span and x.size:
+            raise ValueError(
+                f"{name}: expected elements in places of their own, got {describe(x)} with strides {x.strides}"
+            )
+        span += stride * max(length - 1, 0)
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays share memory; so they do, too, where it would take too long to find out."""
+    try:
+        # numpy takes any number here, whatever its annotations say.
+        return np.may_share_memory(a, b) and np.shares_memory(a, b, max_work=_OVERLAP_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def dense_rows(x: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 from numba.core import config
 
 from . import isa as isas
+from .checks import describe
 from .isa import Isa
 from .isa.host import Host, detect
 from .kernels.context import build_context
@@ -58,6 +59,8 @@ def use_isa(name: str) -> Iterator[None]:
     ------
     IsaUnavailableError
         If the name is unknown or this machine cannot run it.
+    TypeError
+        If it is not a string.
 
     Examples
     --------
@@ -66,6 +69,8 @@ def use_isa(name: str) -> Iterator[None]:
     ...     numba_mla.show_config()["isa"]
     'generic'
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a name such as 'generic', got {describe(name)}")
     select_isa(name)
     token = _forced.set(name)
     try:
@@ -81,10 +86,11 @@ def _select(host: Host, forced: str | None) -> Isa:
 
 def select_isa(argument: str | None = None) -> Isa:
     """The record for a call: its own argument, else ``use_isa``, else ``NUMBA_MLA_ISA``, else the best."""
-    forced = argument or _forced.get() or os.environ.get("NUMBA_MLA_ISA") or None
-    if forced is not None and not isinstance(forced, str):
-        raise TypeError(f"isa: expected a name such as 'generic', got {type(forced).__name__}")
-    return _select(host(), forced)
+    if argument is None:
+        return _select(host(), _forced.get() or os.environ.get("NUMBA_MLA_ISA") or None)
+    if not isinstance(argument, str):
+        raise TypeError(f"isa: expected a name such as 'generic', got {describe(argument)}")
+    return _select(host(), argument)
 
 
 def context_for(argument: str | None = None) -> np.ndarray:

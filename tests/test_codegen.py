@@ -9,7 +9,7 @@ import pytest
 
 from numba_mla import runtime
 from numba_mla.codegen import blocks, link, module, stages
-from numba_mla.codegen.vector import FORMATS, exp2_twin
+from numba_mla.codegen.vector import FLOATS, exp2_twin
 from numba_mla.isa import host, select
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -145,7 +145,7 @@ def test_exp2_is_accurate_exact_at_zero_and_zero_at_the_bottom(record, rng):
 def test_rows_of_every_format(record, rng, n):
     """Widening, narrowing and packing, exact, with canaries at both ends."""
     width = record.vector_width
-    for element in FORMATS:
+    for element in FLOATS:
         dtype = DTYPES[element.name]
         rows = rng.standard_normal((width, n + 2), dtype=np.float32).astype(dtype)
         wide = np.full(n + 2, 7.5, np.float32)

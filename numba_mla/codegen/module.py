@@ -7,15 +7,12 @@ from functools import cache
 
 from ..isa import Isa
 from . import blocks, stages
-from .vector import FORMATS
+from .vector import FLOAT8S, FLOATS, FORMATS
 
 _DECLARATIONS = (
     "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
     "declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)",
 )
-
-
-_ROW_BUILDERS = (stages.build_widen, stages.build_narrow, stages.build_pack)
 
 
 def halvings(largest: int) -> tuple[int, ...]:
@@ -51,9 +48,12 @@ def build_module(isa: Isa, triple: str) -> str:
         stages.build_weigh(isa),
         stages.build_blend(isa),
         stages.build_scale(isa),
+        stages.build_scale_columns(isa),
         stages.build_any_nonfinite(isa),
         stages.build_copy(),
-        *(build(isa, element) for element in FORMATS for build in _ROW_BUILDERS),
+        *(stages.build_widen(isa, element) for element in FORMATS),
+        *(build(isa, element) for element in FLOATS for build in (stages.build_narrow, stages.build_pack)),
+        *(stages.build_quantise(isa, element) for element in FLOAT8S),
     ]
     body = "\n\n".join(function.text("#0") for function in functions)
     attributes = f'nounwind "target-cpu"="{isa.cpu}" "target-features"="{isa.features}"'

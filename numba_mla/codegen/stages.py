@@ -137,6 +137,21 @@ def build_scale(isa: Isa) -> Function:
     return f
 
 
+def build_scale_columns(isa: Isa) -> Function:
+    """``panel[row, column] = panel[row, column] scales[column]`` over contiguous rows of whole vectors."""
+    f = Function("scale_columns", [("ptr", "panel"), ("i64", "rows"), ("i64", "columns"), ("ptr", "scales")])
+    kind = f"<{isa.vector_width} x float>"
+    stride = f.value("shl i64 %columns, 2")
+    with f.loop(0, "%columns", isa.vector_width) as column:
+        at = f.value(f"shl i64 {column.index}, 2")
+        scales = f.load(kind, f.offset("%scales", at))
+        first = f.offset("%panel", at)
+        with f.loop(0, "%rows", 1) as row:
+            pointer = f.offset(first, f.value(f"mul i64 {row.index}, {stride}"))
+            f.store(kind, f.value(f"fmul {kind} {f.load(kind, pointer)}, {scales}"), pointer)
+    return f
+
+
 def build_widen(isa: Isa, element: ElementFormat) -> Function:
     """One row to float32; ``ahead`` is a row that will be read soon, prefetched alongside."""
     f = Function(f"widen_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n"), ("ptr", "ahead")])
@@ -156,12 +171,32 @@ def build_narrow(isa: Isa, element: ElementFormat) -> Function:
     f = Function(f"narrow_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n")])
 
     def emit(width: int, at: str) -> None:
-        place = f.value(f"mul i64 {f.value(f'lshr i64 {at}, 2')}, {element.num_bytes}")
-        narrowed = element.emit_narrow(f, width, f.load(f"<{width} x float>", f.offset("%source", at)))
-        f.store(f"<{width} x {element.llvm}>", narrowed, f.offset("%target", place))
+        _narrow_at(f, element, width, at, f.load(f"<{width} x float>", f.offset("%source", at)))
 
     _each_vector(f, isa, emit)
     return f
+
+
+def build_quantise(isa: Isa, element: ElementFormat) -> Function:
+    """One row of float32 over a scale to the element's format, rounded to nearest even.
+
+    A true division: a product with the reciprocal would round otherwise.
+    """
+    f = Function(f"quantise_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n"), ("float", "scale")])
+
+    def emit(width: int, at: str) -> None:
+        kind = f"<{width} x float>"
+        x = f.load(kind, f.offset("%source", at))
+        _narrow_at(f, element, width, at, f.value(f"fdiv {kind} {x}, {f.splat(width, 'float', '%scale')}"))
+
+    _each_vector(f, isa, emit)
+    return f
+
+
+def _narrow_at(f: Function, element: ElementFormat, width: int, at: str, x: str) -> None:
+    """Store float32 values, in the element's format, to the target's place for float32 offset ``at``."""
+    place = f.value(f"mul i64 {f.value(f'lshr i64 {at}, 2')}, {element.num_bytes}")
+    f.store(f"<{width} x {element.llvm}>", element.emit_narrow(f, width, x), f.offset("%target", place))
 
 
 def build_pack(isa: Isa, element: ElementFormat) -> Function:

@@ -114,47 +114,89 @@ def _narrow_bfloat16(f: Function, width: int, x: str) -> str:
     return f.value(f"trunc {bits} {chosen} to <{width} x i16>")
 
 
-def _widen_float16(f: Function, width: int, x: str) -> str:
-    """Shift into float32's fields and multiply by 2**112: exact, subnormals included; inf and NaN put back."""
-    bits, kind = f"<{width} x i32>", f"<{width} x float>"
-    wide = f.value(f"zext <{width} x i16> {x} to {bits}")
-    magnitude = f.value(f"and {bits} {wide}, {integers(width, 0x7FFF)}")
-    sign = f.value(f"shl {bits} {f.value(f'and {bits} {wide}, {integers(width, 0x8000)}')}, {integers(width, 16)}")
-    shifted = f.value(f"shl {bits} {magnitude}, {integers(width, 13)}")
-    small = f.value(f"bitcast {bits} {shifted} to {kind}")
-    scaled = f.value(f"fmul {kind} {small}, {constant(width, 2.0**112)}")
-    finite = f.value(f"bitcast {kind} {scaled} to {bits}")
-    special = f.value(f"or {bits} {shifted}, {integers(width, 0x7F800000)}")
-    top = f.value(f"icmp uge {bits} {magnitude}, {integers(width, 0x7C00)}")
-    chosen = f.value(f"select <{width} x i1> {top}, {bits} {special}, {bits} {finite}")
-    return f.value(f"bitcast {bits} {f.value(f'or {bits} {chosen}, {sign}')} to {kind}")
+@dataclass(frozen=True)
+class _SmallFloat:
+    """A binary format of at most 16 bits with subnormals, by its fields.
+
+    ``first_special`` is the first magnitude that is not a finite number; ``specials`` says what these are in
+    float32: its infinity and NaNs (bits put under the largest exponent), or one NaN. ``overflow`` is the
+    magnitude that too large numbers become: an infinity, or the largest finite one where stores saturate.
+    """
+
+    num_bits: int
+    mantissa_bits: int
+    bias: int
+    first_special: int
+    has_infinity: bool
+    nan: int
+    overflow: int
+    first_overflow: float
+
+    @property
+    def sign(self) -> int:
+        """The sign's bit."""
+        return 1 << (self.num_bits - 1)
+
+    def emit_widen(self, f: Function, width: int, x: str) -> str:
+        """Shift into float32's fields and multiply by the biases' ratio: exact, subnormals included."""
+        bits, kind = f"<{width} x i32>", f"<{width} x float>"
+        wide = f.value(f"zext <{width} x i{self.num_bits}> {x} to {bits}")
+        magnitude = f.value(f"and {bits} {wide}, {integers(width, self.sign - 1)}")
+        sign = f.value(f"and {bits} {wide}, {integers(width, self.sign)}")
+        sign = f.value(f"shl {bits} {sign}, {integers(width, 32 - self.num_bits)}")
+        shifted = f.value(f"shl {bits} {magnitude}, {integers(width, 23 - self.mantissa_bits)}")
+        small = f.value(f"bitcast {bits} {shifted} to {kind}")
+        scaled = f.value(f"fmul {kind} {small}, {constant(width, 2.0 ** (127 - self.bias))}")
+        finite = f.value(f"bitcast {kind} {scaled} to {bits}")
+        special = integers(width, 0x7FC00000)
+        if self.has_infinity:
+            special = f.value(f"or {bits} {shifted}, {integers(width, 0x7F800000)}")
+        top = f.value(f"icmp uge {bits} {magnitude}, {integers(width, self.first_special)}")
+        chosen = f.value(f"select <{width} x i1> {top}, {bits} {special}, {bits} {finite}")
+        return f.value(f"bitcast {bits} {f.value(f'or {bits} {chosen}, {sign}')} to {kind}")
+
+    def emit_narrow(self, f: Function, width: int, x: str) -> str:
+        """Round to nearest even: normals in integers, subnormals by an addition, the rest by cases."""
+        bits, kind = f"<{width} x i32>", f"<{width} x float>"
+        shift = 23 - self.mantissa_bits
+        raw = f.value(f"bitcast {kind} {x} to {bits}")
+        magnitude = f.value(f"and {bits} {raw}, {integers(width, 0x7FFFFFFF)}")
+        sign = f.value(f"xor {bits} {raw}, {magnitude}")
+        sign = f.value(f"lshr {bits} {sign}, {integers(width, 32 - self.num_bits)}")
+        # Normal results: rebias the exponent, and round half to even where the mantissa is cut.
+        odd = f.value(f"lshr {bits} {magnitude}, {integers(width, shift)}")
+        odd = f.value(f"and {bits} {odd}, {integers(width, 1)}")
+        rebias = (self.bias - 127 << 23) + (1 << (shift - 1)) - 1
+        normal = f.value(f"add {bits} {magnitude}, {integers(width, rebias)}")
+        normal = f.value(f"lshr {bits} {f.value(f'add {bits} {normal}, {odd}')}, {integers(width, shift)}")
+        # Subnormal results: a number whose last place is theirs, so that adding it rounds there.
+        aligner = np.float32(2.0 ** (24 - self.bias - self.mantissa_bits))
+        absolute = f.value(f"bitcast {bits} {magnitude} to {kind}")
+        sum_ = f.value(f"fadd {kind} {absolute}, {constant(width, float(aligner))}")
+        small = f.value(f"bitcast {kind} {sum_} to {bits}")
+        small = f.value(f"sub {bits} {small}, {integers(width, int(aligner.view(np.uint32)))}")
+        is_small = f.value(f"icmp ult {bits} {magnitude}, {integers(width, 128 - self.bias << 23)}")
+        result = f.value(f"select <{width} x i1> {is_small}, {bits} {small}, {bits} {normal}")
+        edge = int(np.float32(self.first_overflow).view(np.uint32))
+        is_large = f.value(f"icmp uge {bits} {magnitude}, {integers(width, edge)}")
+        overflow = integers(width, self.overflow)
+        result = f.value(f"select <{width} x i1> {is_large}, {bits} {overflow}, {bits} {result}")
+        nan = f.value(f"fcmp uno {kind} {x}, {x}")
+        result = f.value(f"select <{width} x i1> {nan}, {bits} {integers(width, self.nan)}, {bits} {result}")
+        return f.value(f"trunc {bits} {f.value(f'or {bits} {result}, {sign}')} to <{width} x i{self.num_bits}>")
 
 
-def _narrow_float16(f: Function, width: int, x: str) -> str:
-    """Round to nearest even: normals by integer rounding, subnormals by adding 0.5, the rest by cases."""
-    bits, kind = f"<{width} x i32>", f"<{width} x float>"
-    raw = f.value(f"bitcast {kind} {x} to {bits}")
-    magnitude = f.value(f"and {bits} {raw}, {integers(width, 0x7FFFFFFF)}")
-    sign = f.value(f"lshr {bits} {f.value(f'xor {bits} {raw}, {magnitude}')}, {integers(width, 16)}")
-    # Normal results: rebias the exponent (127 -> 15) and round half to even at bit 13.
-    odd = f.value(f"and {bits} {f.value(f'lshr {bits} {magnitude}, {integers(width, 13)}')}, {integers(width, 1)}")
-    normal = f.value(f"add {bits} {magnitude}, {integers(width, (15 - 127 << 23) + 0xFFF)}")
-    normal = f.value(f"lshr {bits} {f.value(f'add {bits} {normal}, {odd}')}, {integers(width, 13)}")
-    # Subnormal results: 0.5 has float16's last place at bit 0, so the addition rounds there.
-    half = constant(width, 0.5)
-    sum_ = f.value(f"fadd {kind} {f.value(f'bitcast {bits} {magnitude} to {kind}')}, {half}")
-    small = f.value(f"sub {bits} {f.value(f'bitcast {kind} {sum_} to {bits}')}, {integers(width, 0x3F000000)}")
-    is_small = f.value(f"icmp ult {bits} {magnitude}, {integers(width, 113 << 23)}")
-    result = f.value(f"select <{width} x i1> {is_small}, {bits} {small}, {bits} {normal}")
-    # From 65520 on it is infinite: 65536 and above here, [65520, 65536) by the rounding's own carry.
-    is_large = f.value(f"icmp uge {bits} {magnitude}, {integers(width, 143 << 23)}")
-    result = f.value(f"select <{width} x i1> {is_large}, {bits} {integers(width, 0x7C00)}, {bits} {result}")
-    nan = f.value(f"fcmp uno {kind} {x}, {x}")
-    result = f.value(f"select <{width} x i1> {nan}, {bits} {integers(width, 0x7E00)}, {bits} {result}")
-    return f.value(f"trunc {bits} {f.value(f'or {bits} {result}, {sign}')} to <{width} x i16>")
-
+# float16 overflows to infinity from 65520 on, the middle between its largest number and 65536; the fp8
+# formats saturate at their largest number, infinities included.
+_FLOAT16 = _SmallFloat(16, 10, 15, 0x7C00, True, 0x7E00, 0x7C00, 65520.0)
+_FLOAT8_E4M3FN = _SmallFloat(8, 3, 7, 0x7F, False, 0x7F, 0x7E, 448.0)
+_FLOAT8_E5M2 = _SmallFloat(8, 2, 15, 0x7C, True, 0x7E, 0x7B, 57344.0)
 
 FLOAT32 = ElementFormat("float32", "float", 4, _same, _same)
-FLOAT16 = ElementFormat("float16", "i16", 2, _widen_float16, _narrow_float16)
+FLOAT16 = ElementFormat("float16", "i16", 2, _FLOAT16.emit_widen, _FLOAT16.emit_narrow)
 BFLOAT16 = ElementFormat("bfloat16", "i16", 2, _widen_bfloat16, _narrow_bfloat16)
-FORMATS = (FLOAT32, FLOAT16, BFLOAT16)
+FLOAT8_E4M3FN = ElementFormat("float8_e4m3fn", "i8", 1, _FLOAT8_E4M3FN.emit_widen, _FLOAT8_E4M3FN.emit_narrow)
+FLOAT8_E5M2 = ElementFormat("float8_e5m2", "i8", 1, _FLOAT8_E5M2.emit_widen, _FLOAT8_E5M2.emit_narrow)
+FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
+FLOAT8S = (FLOAT8_E4M3FN, FLOAT8_E5M2)
+FORMATS = (*FLOATS, *FLOAT8S)

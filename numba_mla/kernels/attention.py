@@ -9,10 +9,12 @@ import numba
 from .attend import Lanes, attend
 from .combine import clear, merge
 from .compile import kernel
-from .context import COPY, KEY_PADDING, NARROW, NATIVE, PACK, SCALE, VECTOR_WIDTH, WIDEN
-from .memory import call, fetch_add, load_f32, load_i64, store_f32, store_i32, store_i64
+from .context import COPY, NARROW, PACK, SCALE, VECTOR_WIDTH
+from .memory import call, fetch_add, load_f32, store_f32, store_i32, store_i64
 from .problem import unpack
 from .schedule import (
+    END,
+    FIRST_HEAD,
     FIRST_LANE,
     FIRST_SLOT,
     FIRST_SPLIT,
@@ -28,26 +30,26 @@ from .schedule import (
     SLOT,
     visible_end,
 )
-from .scratch import ROWS_AHEAD, lay_out, state_at
+from .scratch import key_source, lay_out, state_at, value_source
+from .source import fetch
 
 LOG2_E = 1 / math.log(2)
 
 
 @kernel
-def _pack_lanes(context, p, first_lane, num_lanes, first_token, seq_len, num_new, scratch):
+def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
     """Read a lane group's queries into [dot step][lane], and note what each lane sees."""
     vector = context[VECTOR_WIDTH]
+    first_lane, num_lanes = group[FIRST_LANE], group[NUM_LANES]
     padded = -(-num_lanes // vector) * vector
-    latent, rotary = scratch.source_rows, scratch.spare_rows
+    latent, rotary = scratch.key_rows, scratch.spare_rows
     for block in range(0, padded, vector):
         for i in range(vector):
             # Lanes of padding repeat what the last lane sees, so that they ask for no mask of their own.
             lane = first_lane + min(block + i, num_lanes - 1)
-            token, head = lane // p.num_heads, lane % p.num_heads
-            row = first_token + token
-            high = seq_len - num_new + token + 1 if p.causal != 0 else seq_len
+            row, head = first_token + lane // p.group_heads, group[FIRST_HEAD] + lane % p.group_heads
             store_i32(scratch.low + 4 * (block + i), 0)
-            store_i32(scratch.high + 4 * (block + i), high)
+            store_i32(scratch.high + 4 * (block + i), visible_end(lane, p.group_heads, seq_len, num_new, p.causal))
             if block + i < num_lanes:
                 store_i64(latent + 8 * i, p.q + row * p.q_token_stride + head * p.q_head_stride)
                 store_i64(rotary + 8 * i, p.q_pe + row * p.q_pe_token_stride + head * p.q_pe_head_stride)
@@ -58,68 +60,30 @@ def _pack_lanes(context, p, first_lane, num_lanes, first_token, seq_len, num_new
         call(context[PACK + p.q_element], (target, 4 * padded, latent, p.q_split))
         target += 4 * padded * p.q_split
         call(context[PACK + p.q_element], (target, 4 * padded, rotary, p.width - p.q_split))
-    first_end = visible_end(first_lane, numba.int64(1), p.num_heads, seq_len, num_new, p.causal)
-    return Lanes(num_lanes, padded, scratch.q_packed, scratch.low, scratch.high, 0, first_end)
+    common_end = visible_end(first_lane, p.group_heads, seq_len, num_new, p.causal)
+    return Lanes(num_lanes, padded, scratch.q_packed, scratch.low, scratch.high, 0, common_end)
 
 
 @kernel
-def _locate_rows(context, p, table, request, first, num_keys, end, rows, zero_row):
-    """Addresses of a key tile's rows through the block table, and of those that follow, up to ``end``.
-
-    After the last key come rows of zeros: padding must not meet what an unused row holds (0 * NaN).
-    """
-    present = min(KEY_TILE + ROWS_AHEAD, end - first)
-    page = first // p.block_size
-    inside = first - page * p.block_size
-    i = 0
-    while i < present:
-        address = p.keys + table[request, page] * p.page_stride + inside * p.row_stride
-        for _ in range(min(p.block_size - inside, present - i)):
-            store_i64(rows + 8 * i, address)
-            address += p.row_stride
-            i += 1
-        page += 1
-        inside = 0
-    for i in range(present, KEY_TILE + context[KEY_PADDING] + ROWS_AHEAD):
-        store_i64(rows + 8 * i, zero_row)
-
-
-@kernel
-def _gather_rows(context, p, num_keys, scratch):
-    """Convert a key tile's rows into the panel; rows further on are prefetched meanwhile."""
-    for i in range(num_keys):
-        here = scratch.panel + i * scratch.panel_stride
-        source = load_i64(scratch.source_rows + 8 * i)
-        ahead = load_i64(scratch.source_rows + 8 * (i + ROWS_AHEAD))
-        call(context[WIDEN + p.key_element], (here, source, p.width, ahead))
-        store_i64(scratch.panel_rows + 8 * i, here)
-    for i in range(num_keys, num_keys + context[KEY_PADDING]):
-        store_i64(scratch.panel_rows + 8 * i, scratch.zeros)
-
-
-@kernel
-def _attend_split(context, p, table, request, lanes, split, end, state, scratch, exponent_scale):
+def _attend_split(context, p, sources, table, group, lanes, split, state, scratch, exponent_scale):
     """One split from an empty state on, key tile by key tile."""
-    # Rows are read in place where they hold what the dot product takes and whole vectors of values.
-    in_place = p.key_element == context[NATIVE] and p.value_width % context[VECTOR_WIDTH] == 0
+    keys, values = sources
+    end = group[END]
     clear(state, lanes.padded)
     last = min(end, (split + 1) * KV_SPLIT)
     for first in range(split * KV_SPLIT, last, KEY_TILE):
         num_keys = min(KEY_TILE, last - first)
-        _locate_rows(context, p, table, request, first, num_keys, end, scratch.source_rows, scratch.zeros)
-        rows = scratch.source_rows
-        ahead = rows + 8 * ROWS_AHEAD
-        if not in_place:
-            _gather_rows(context, p, num_keys, scratch)
-            rows = scratch.panel_rows
-            ahead = rows
-        attend(context, rows, ahead, rows, scratch.spare_rows, scratch.zeros, first, num_keys, lanes, state,
-               scratch.scores, scratch.alpha, p.width, p.value_width, exponent_scale,
+        key_rows, ahead = fetch(context, keys, table, group[REQUEST], first, num_keys, end)
+        value_rows = key_rows
+        if p.values != 0:
+            value_rows, _ = fetch(context, values, table, group[REQUEST], first, num_keys, end)
+        attend(context, key_rows, ahead, value_rows, scratch.spare_rows, scratch.zeros, first, num_keys, lanes,
+               state, scratch.scores, scratch.alpha, p.width, p.value_width, exponent_scale,
                int(first > split * KV_SPLIT))  # fmt: skip
 
 
 @kernel
-def _attend_run(context, p, table, request, lanes, first_split, num_splits, end, scratch, exponent_scale):
+def _attend_run(context, p, sources, table, group, lanes, first_split, num_splits, scratch, exponent_scale):
     """A run of splits, merged as the fixed tree has it; the result is in the first state of the stack.
 
     The stack holds finished subtrees of falling sizes: after split i it merges as often as i + 1 is even.
@@ -127,7 +91,7 @@ def _attend_run(context, p, table, request, lanes, first_split, num_splits, end,
     depth = 0
     for i in range(num_splits):
         state = state_at(context, scratch, scratch.states + depth * scratch.state_bytes)
-        _attend_split(context, p, table, request, lanes, first_split + i, end, state, scratch, exponent_scale)
+        _attend_split(context, p, sources, table, group, lanes, first_split + i, state, scratch, exponent_scale)
         depth += 1
         finished = i + 1
         while depth > 1 and (finished % 2 == 0 or i + 1 == num_splits):
@@ -139,66 +103,66 @@ def _attend_run(context, p, table, request, lanes, first_split, num_splits, end,
 
 
 @kernel
-def _merge_slots(context, p, first_slot, num_slots, slots, num_lanes, scratch, exponent_scale):
+def _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale):
     """The upper part of the fixed tree, over a group's partial results; the result is in the first slot."""
-    vector = context[VECTOR_WIDTH]
-    padded = -(-num_lanes // vector) * vector
+    first_slot, num_slots = group[FIRST_SLOT], group[NUM_ITEMS]
     distance = 1
     while distance < num_slots:
         for i in range(0, num_slots - distance, 2 * distance):
             a = state_at(context, scratch, slots + (first_slot + i) * scratch.state_bytes)
             b = state_at(context, scratch, slots + (first_slot + i + distance) * scratch.state_bytes)
-            merge(context, a, b, num_lanes, padded, p.value_width, scratch.weights, exponent_scale)
+            merge(context, a, b, lanes.num, lanes.padded, p.value_width, scratch.weights, exponent_scale)
         distance *= 2
 
 
 @kernel
-def _write_lanes(context, p, first_lane, num_lanes, first_token, state, scale, scratch):
+def _write_lanes(context, p, group, first_token, state, score_scale, value_scale, scratch):
     """Divide by the sums, round to the output's format, write; and lse = ln(l) + m * scale."""
-    for i in range(num_lanes):
-        lane = first_lane + i
-        row, head = first_token + lane // p.num_heads, lane % p.num_heads
-        total = load_f32(state.l + 4 * i)
+    for i in range(group[NUM_LANES]):
+        lane = group[FIRST_LANE] + i
+        row, head = first_token + lane // p.group_heads, group[FIRST_HEAD] + lane % p.group_heads
+        total = float(load_f32(state.l + 4 * i))
         out = state.out + i * state.out_stride
         lse = -math.inf
         if total == 0.0:
             out = scratch.zeros
         else:
-            call(context[SCALE], (out, p.value_width, 1.0 / float(total)))
-            lse = math.log(float(total)) + float(load_f32(state.m + 4 * i)) * scale
+            call(context[SCALE], (out, p.value_width, value_scale / total))
+            lse = math.log(total) + float(load_f32(state.m + 4 * i)) * score_scale
         target = p.out + row * p.out_token_stride + head * p.out_head_stride
         call(context[NARROW + p.out_element], (target, out, p.value_width))
         store_f32(p.lse + row * p.lse_token_stride + head * p.lse_head_stride, lse)
 
 
 @kernel
-def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots, scratch, scale):
+def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots, scratch, score_scale, value_scale):
     """One work item; whoever finishes the last item of a split group merges and writes the group."""
-    exponent_scale = numba.float32(scale * LOG2_E)
-    request, first_lane, num_lanes = item[REQUEST], item[FIRST_LANE], item[NUM_LANES]
+    exponent_scale = numba.float32(score_scale * LOG2_E)
+    group = groups[item[GROUP]]
+    request = group[REQUEST]
     first_token = query_start_loc[request]
     num_new = query_start_loc[request + 1] - first_token
-    seq_len = seq_lens[request]
-    end = visible_end(first_lane, num_lanes, p.num_heads, seq_len, num_new, p.causal)
-    lanes = _pack_lanes(context, p, first_lane, num_lanes, first_token, seq_len, num_new, scratch)
+    lanes = _pack_lanes(context, p, group, first_token, seq_lens[request], num_new, scratch)
+    head = group[FIRST_HEAD]
+    sources = key_source(context, p, head, scratch), value_source(context, p, head, scratch)
     if item[NUM_SPLITS] == 0:
         clear(state_at(context, scratch, scratch.states), lanes.padded)
-    _attend_run(context, p, table, request, lanes, item[FIRST_SPLIT], item[NUM_SPLITS], end, scratch, exponent_scale)
+    _attend_run(context, p, sources, table, group, lanes, item[FIRST_SPLIT], item[NUM_SPLITS], scratch,
+                exponent_scale)  # fmt: skip
     result = scratch.states
     if item[SLOT] >= 0:
         call(context[COPY], (slots + item[SLOT] * scratch.state_bytes, scratch.states, scratch.state_bytes))
-        group = groups[item[GROUP]]
-        remaining = groups.ctypes.data + 8 * (item[GROUP] * GROUP_SIZE + REMAINING)
-        if fetch_add(remaining, -1) > 1:
+        if fetch_add(groups.ctypes.data + 8 * (item[GROUP] * GROUP_SIZE + REMAINING), -1) > 1:
             return
-        _merge_slots(context, p, group[FIRST_SLOT], group[NUM_ITEMS], slots, num_lanes, scratch, exponent_scale)
+        _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale)
         result = slots + group[FIRST_SLOT] * scratch.state_bytes
-    _write_lanes(context, p, first_lane, num_lanes, first_token, state_at(context, scratch, result), scale, scratch)
+    _write_lanes(context, p, group, first_token, state_at(context, scratch, result), score_scale, value_scale,
+                 scratch)  # fmt: skip
 
 
 @kernel
-def _work(worker, context, packed_problem, scale, seq_lens, query_start_loc, table, items, groups, longest_run,
-          next_item, workspace, num_workers):  # fmt: skip
+def _work(worker, context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc, table, items, groups,
+          longest_run, next_item, workspace, num_workers):  # fmt: skip
     """One worker: take items until there are none."""
     p = unpack(packed_problem)
     size = lay_out(context, p, longest_run, numba.int64(0)).end
@@ -210,22 +174,23 @@ def _work(worker, context, packed_problem, scale, seq_lens, query_start_loc, tab
         index = fetch_add(next_item.ctypes.data, 1)
         if index >= len(items):
             break
-        _run_item(context, p, items[index], groups, seq_lens, query_start_loc, table, slots, scratch, scale)
+        _run_item(context, p, items[index], groups, seq_lens, query_start_loc, table, slots, scratch, score_scale,
+                  value_scale)  # fmt: skip
 
 
 @kernel
-def attention_serial(context, packed_problem, scale, seq_lens, query_start_loc, table, items, groups, longest_run,
-                     next_item, workspace, num_workers):  # fmt: skip
+def attention_serial(context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc, table, items,
+                     groups, longest_run, next_item, workspace, num_workers):  # fmt: skip
     """All items in the calling thread, as the only worker."""
-    _work(numba.int64(0), context, packed_problem, scale, seq_lens, query_start_loc, table, items, groups,
-          longest_run, next_item, workspace, num_workers)  # fmt: skip
+    _work(numba.int64(0), context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc, table, items,
+          groups, longest_run, next_item, workspace, num_workers)  # fmt: skip
 
 
 @kernel(parallel=True)
-def attention_parallel(context, packed_problem, scale, seq_lens, query_start_loc, table, items, groups, longest_run,
-                       next_item, workspace, num_workers):  # fmt: skip
+def attention_parallel(context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc, table, items,
+                       groups, longest_run, next_item, workspace, num_workers):  # fmt: skip
     """All items, by as many workers as asked for."""
     for worker in numba.prange(num_workers):
         # prange counts in unsigned integers, for which all that is called would be compiled again.
-        _work(numba.int64(worker), context, packed_problem, scale, seq_lens, query_start_loc, table, items, groups,
-              longest_run, next_item, workspace, num_workers)  # fmt: skip
+        _work(numba.int64(worker), context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc,
+              table, items, groups, longest_run, next_item, workspace, num_workers)  # fmt: skip

@@ -23,14 +23,16 @@ _MAX_HALVINGS = 5
 VECTOR_WIDTH, SCORE_ROWS, SCORE_VECTORS, VALUE_LANES, VALUE_VECTORS, WEIGHT_ROWS, WEIGHT_VECTORS = range(7)
 LANE_GROUP, NATIVE, KEY_PADDING = range(7, 10)
 # Functions that stand alone.
-MASK, SOFTMAX, WEIGH, BLEND, SCALE, ANY_NONFINITE, COPY, PEAK, READ = range(10, 19)
+MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS, ANY_NONFINITE, COPY, PEAK, READ = range(10, 20)
 _ALONE = {MASK: "mask", SOFTMAX: "softmax", WEIGH: "weigh", BLEND: "blend", SCALE: "scale",
-          ANY_NONFINITE: "any_nonfinite", COPY: "copy", PEAK: "peak", READ: "read"}  # fmt: skip
+          SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite", COPY: "copy", PEAK: "peak",
+          READ: "read"}  # fmt: skip
 # Families of functions: by element code, by vectors - 1, by log2 of the rows, or by both.
-WIDEN = 19
+WIDEN = 20
 NARROW = WIDEN + _MAX_FORMATS
 PACK = NARROW + _MAX_FORMATS
-SCORE_DOT = PACK + _MAX_FORMATS
+QUANTISE = PACK + _MAX_FORMATS
+SCORE_DOT = QUANTISE + _MAX_FORMATS
 WEIGHT_DOT = SCORE_DOT + _MAX_VECTORS
 VALUE = WEIGHT_DOT + _MAX_HALVINGS
 CONTEXT_SIZE = VALUE + _MAX_HALVINGS * _MAX_VECTORS
@@ -51,9 +53,10 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     table[KEY_PADDING] = max(isa.score_block[0], VALUE_UNROLL)
     for place, name in _ALONE.items():
         table[place] = addresses[name]
-    for name, code in ELEMENT_CODES.items():
-        for family, word in ((WIDEN, "widen"), (NARROW, "narrow"), (PACK, "pack")):
-            table[family + code] = addresses[f"{word}_{name}"]
+    for family, word in ((WIDEN, "widen"), (NARROW, "narrow"), (PACK, "pack"), (QUANTISE, "quantise")):
+        for name, code in ELEMENT_CODES.items():
+            # Queries and results are never fp8, and nothing else is quantised: 0 where there is no function.
+            table[family + code] = addresses.get(f"{word}_{name}", 0)
     for v in range(1, isa.score_block[1] + 1):
         table[SCORE_DOT + v - 1] = addresses[dot_name(isa.score_block[0], v)]
     for rows in halvings(isa.weight_block[0]):

@@ -12,9 +12,11 @@ from .compile import kernel
 class Problem(NamedTuple):
     """Addresses, strides in bytes and sizes of one call; the fields are the order of the packed integers.
 
-    A query is read in two parts (latent and rotary), the first ``q_split`` wide; a single array is two parts
-    of itself. A lane is one (token, head) pair. Key rows of request r are found through its row of the block
-    table; value rows are the first ``value_width`` elements of the key rows.
+    A lane is one (token, head) pair; the ``group_heads`` heads that share key rows are lanes of one group: all
+    heads of absorbed attention, one of materialised attention. A query is read in two parts (latent and
+    rotary), the first ``q_split`` wide. Position p of request r lies in row ``p % block_size`` of page
+    ``table[r, p // block_size]``; where rows are simply consecutive, the table names the first one and the
+    one page is endless. ``values`` is 0 where a value row is its key row's first ``value_width`` elements.
     """
 
     q: int
@@ -26,10 +28,16 @@ class Problem(NamedTuple):
     q_split: int
     q_element: int
     num_heads: int
+    group_heads: int
     keys: int
-    page_stride: int
-    row_stride: int
-    key_element: int
+    key_page_stride: int
+    key_row_stride: int
+    key_head_stride: int
+    values: int
+    value_page_stride: int
+    value_row_stride: int
+    value_head_stride: int
+    row_element: int
     block_size: int
     width: int
     value_width: int
@@ -51,4 +59,5 @@ class Problem(NamedTuple):
 def unpack(n):
     """The problem from its packed integers."""
     return Problem(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
-                   n[15], n[16], n[17], n[18], n[19], n[20], n[21], n[22], n[23])  # fmt: skip
+                   n[15], n[16], n[17], n[18], n[19], n[20], n[21], n[22], n[23], n[24], n[25], n[26], n[27],
+                   n[28], n[29])  # fmt: skip

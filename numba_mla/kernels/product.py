@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from .compile import kernel
-from .context import NARROW, NATIVE, SCALE, VECTOR_WIDTH, WEIGHT_DOT, WEIGHT_ROWS, WEIGHT_VECTORS, WIDEN
+from .context import NARROW, NATIVE, SCALE, SCALE_COLUMNS, VECTOR_WIDTH, WEIGHT_DOT, WEIGHT_ROWS, WEIGHT_VECTORS, WIDEN
 from .memory import call, fetch_add, store_i64
 
 # Rows of a, steps of k and weight panels that one pass takes: a's rows and a panel stay in the second-level
@@ -22,7 +22,10 @@ LINE = 64
 
 
 class Product(NamedTuple):
-    """Addresses, strides in bytes and sizes of one call; the fields are the order of the packed integers."""
+    """Addresses, strides in bytes and sizes of one call; the fields are the order of the packed integers.
+
+    ``scales`` is 0, or a float32 for each column of a panel and each ``scale_rows`` steps of k.
+    """
 
     a: int
     a_head_stride: int
@@ -32,6 +35,8 @@ class Product(NamedTuple):
     w: int
     w_element: int
     w_bytes: int
+    scales: int
+    scale_rows: int
     out: int
     out_head_stride: int
     out_row_stride: int
@@ -62,7 +67,7 @@ class Scratch(NamedTuple):
 def unpack(n):
     """The product from its packed integers."""
     return Product(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
-                   n[15], n[16], n[17])  # fmt: skip
+                   n[15], n[16], n[17], n[18], n[19])  # fmt: skip
 
 
 @kernel
@@ -101,6 +106,20 @@ def _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch):
 
 
 @kernel
+def _scale_panel(context, p, panel, first_k, num_k, weights):
+    """Multiply a converted panel by its scales, block of k by block of k."""
+    width = panel_width(context)
+    blocks = -(-p.k // p.scale_rows)
+    k = first_k
+    while k < first_k + num_k:
+        block = k // p.scale_rows
+        end = min((block + 1) * p.scale_rows, first_k + num_k)
+        scales = p.scales + 4 * (panel * blocks + block) * width
+        call(context[SCALE_COLUMNS], (weights + 4 * (k - first_k) * width, end - k, width, scales))
+        k = end
+
+
+@kernel
 def _multiply_panel(context, p, panel, num_rows, first_k, num_k, scratch, sums, sums_stride):
     """Add one panel's part of the product: rows by blocks of falling size, so that none is computed in vain."""
     width = panel_width(context)
@@ -108,6 +127,8 @@ def _multiply_panel(context, p, panel, num_rows, first_k, num_k, scratch, sums, 
     if p.w_element != context[NATIVE]:
         call(context[WIDEN + p.w_element], (scratch.w_panel, weights, num_k * width, weights + BYTES_AHEAD))
         weights = scratch.w_panel
+    if p.scales != 0:
+        _scale_panel(context, p, panel, first_k, num_k, weights)
     row, block, log2_block = 0, context[WEIGHT_ROWS], 0
     while (1 << (log2_block + 1)) <= block:
         log2_block += 1

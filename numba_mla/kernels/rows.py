@@ -1,10 +1,37 @@
-"""One row from one element type to another."""
+"""Rows of elements: from one type to another, and from a cache's layout to float32."""
 
 from __future__ import annotations
 
 from .compile import kernel
-from .context import COPY, NARROW, WIDEN
-from .memory import call
+from .context import COPY, ELEMENT_CODES, NARROW, SCALE, WIDEN
+from .memory import call, load_f32
+
+_E4M3FN = ELEMENT_CODES["float8_e4m3fn"]
+_BFLOAT16 = ELEMENT_CODES["bfloat16"]
+# A row of 656 bytes: 512 e4m3fn codes, 4 float32 scales, one for each 128 of them, 64 bfloat16. It has a code
+# of its own, after those of the element types.
+FP8_DS_MLA = len(ELEMENT_CODES)
+DS_LATENT, DS_BLOCK, DS_ROTARY = 512, 128, 64
+DS_SCALES_AT = DS_LATENT
+DS_ROTARY_AT = DS_LATENT + 4 * (DS_LATENT // DS_BLOCK)
+DS_BYTES = DS_ROTARY_AT + 2 * DS_ROTARY
+
+
+@kernel
+def widen_row(context, target, source, element, width, ahead):
+    """A whole row to float32; ``ahead`` is a row that will be read soon."""
+    if element != FP8_DS_MLA:
+        call(context[WIDEN + element], (target, source, width, ahead))
+        return
+    for block in range(DS_LATENT // DS_BLOCK):
+        at = block * DS_BLOCK
+        here = target + 4 * at
+        call(context[WIDEN + _E4M3FN], (here, source + at, DS_BLOCK, ahead + at))
+        call(context[SCALE], (here, DS_BLOCK, load_f32(source + DS_SCALES_AT + 4 * block)))
+    call(
+        context[WIDEN + _BFLOAT16],
+        (target + 4 * DS_LATENT, source + DS_ROTARY_AT, DS_ROTARY, ahead + DS_ROTARY_AT),
+    )
 
 
 @kernel

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..checks import check_count
 from .compile import kernel
 
 KEY_TILE = 256
@@ -17,21 +18,128 @@ KV_SPLIT = 1024
 # Items a worker should find at least, so that taking them one by one evens the load out.
 ITEMS_PER_WORKER = 12
 
-# Columns of an item.
-REQUEST, FIRST_LANE, NUM_LANES, FIRST_SPLIT, NUM_SPLITS, GROUP, SLOT, ITEM_SIZE = range(8)
-# Columns of a lane group: its first partial slot, its items, and how many of them are not done yet.
-FIRST_SLOT, NUM_ITEMS, REMAINING, GROUP_SIZE = range(4)
+# Columns of a lane group: its request and heads, its lanes, one past the last key that any of them sees; the
+# first partial slot of a group of several items, how many these are, and how many of them are not done yet.
+REQUEST, FIRST_HEAD, FIRST_LANE, NUM_LANES, END, FIRST_SLOT, NUM_ITEMS, REMAINING, GROUP_SIZE = range(9)
+# Columns of an item: its group, its run of splits, and the slot of its partial result (-1: the whole result).
+GROUP, FIRST_SPLIT, NUM_SPLITS, SLOT, ITEM_SIZE = range(5)
+
+
+def num_kv_splits(max_seq_len, num_threads):
+    """KV splits as vLLM's schedule has them, for comparison: this package's own are of fixed length.
+
+    The smallest power of two that is at least ``max(1, max_seq_len // 512)``, but at most
+    ``2 * num_threads``.
+
+    Parameters
+    ----------
+    max_seq_len : int
+        Tokens of the longest request, at least 0.
+    num_threads : int
+        At least 1.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument other than the above; the message names it.
+
+    Examples
+    --------
+    >>> from numba_mla import num_kv_splits
+    >>> [num_kv_splits(length, 64) for length in (0, 1023, 1024, 1536, 4096)], num_kv_splits(4096, 3)
+    ([1, 1, 2, 4, 8], 6)
+    """
+    wanted = max(1, check_count("max_seq_len", max_seq_len, 0) // 512)
+    return min(1 << (wanted - 1).bit_length(), 2 * check_count("num_threads", num_threads, 1))
 
 
 @kernel
-def visible_end(first_lane, num_lanes, num_heads, seq_len, num_new, causal):
-    """One past the last key that any of the lanes sees."""
+def visible_end(lane, group_heads, seq_len, num_new, causal):
+    """One past the last key that a lane sees."""
     if causal == 0:
         return seq_len
-    return seq_len - num_new + (first_lane + num_lanes - 1) // num_heads + 1
+    return max(0, seq_len - num_new + lane // group_heads + 1)
 
 
-def plan_attention(seq_lens, query_start_loc, num_heads, lane_group, causal, num_workers):
+@kernel
+def _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal):
+    """The lane groups of all requests, in order, not yet cut into items."""
+    per_request = num_heads // group_heads
+    num_groups = 0
+    for r in range(len(seq_lens)):
+        lanes = (query_start_loc[r + 1] - query_start_loc[r]) * group_heads
+        num_groups += per_request * -(-lanes // lane_group)
+    groups = np.zeros((num_groups, GROUP_SIZE), np.int64)
+    group = 0
+    for r in range(len(seq_lens)):
+        num_new = query_start_loc[r + 1] - query_start_loc[r]
+        lanes = num_new * group_heads
+        for head in range(0, num_heads, group_heads):
+            for first in range(0, lanes, lane_group):
+                count = min(lane_group, lanes - first)
+                groups[group, REQUEST] = r
+                groups[group, FIRST_HEAD] = head
+                groups[group, FIRST_LANE] = first
+                groups[group, NUM_LANES] = count
+                groups[group, END] = visible_end(first + count - 1, group_heads, seq_lens[r], num_new, causal)
+                group += 1
+    return groups
+
+
+@kernel
+def _cut_groups(groups, lane_group, num_workers):
+    """Cut the groups into items, and say what each item costs: lanes times keys."""
+    total = np.int64(0)
+    for group in range(len(groups)):
+        total += groups[group, NUM_LANES] * groups[group, END]
+    run = 1
+    if num_workers == 1:
+        run = 1 << 40
+    while 2 * run * KV_SPLIT * lane_group * num_workers * ITEMS_PER_WORKER <= total:
+        run *= 2
+    num_items, num_slots = 0, 0
+    for group in range(len(groups)):
+        splits = -(-groups[group, END] // KV_SPLIT)
+        pieces = max(1, -(-splits // run))
+        groups[group, FIRST_SLOT] = num_slots
+        groups[group, NUM_ITEMS] = pieces
+        groups[group, REMAINING] = pieces
+        num_items += pieces
+        if pieces > 1:
+            num_slots += pieces
+
+    items = np.empty((num_items, ITEM_SIZE), np.int64)
+    costs = np.empty(num_items, np.int64)
+    item, longest_run = 0, 0
+    for group in range(len(groups)):
+        end = groups[group, END]
+        splits = -(-end // KV_SPLIT)
+        pieces = groups[group, NUM_ITEMS]
+        for piece in range(pieces):
+            first_split = piece * run
+            items[item, GROUP] = group
+            items[item, FIRST_SPLIT] = first_split
+            items[item, NUM_SPLITS] = min(run, splits - first_split)
+            items[item, SLOT] = groups[group, FIRST_SLOT] + piece if pieces > 1 else -1
+            keys = min(end, (first_split + run) * KV_SPLIT) - first_split * KV_SPLIT
+            costs[item] = groups[group, NUM_LANES] * keys
+            longest_run = max(longest_run, items[item, NUM_SPLITS])
+            item += 1
+    return items, costs, num_slots, longest_run
+
+
+@kernel
+def _plan(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal, num_workers):
+    groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
+    items, costs, num_slots, longest_run = _cut_groups(groups, lane_group, num_workers)
+    return items, costs, groups, num_slots, longest_run
+
+
+def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal, num_workers):
     """Plan a call: its work items, the heaviest first.
 
     Parameters
@@ -40,8 +148,12 @@ def plan_attention(seq_lens, query_start_loc, num_heads, lane_group, causal, num
         Keys of each request, the new ones included.
     query_start_loc : int64 (B + 1,)
         Where each request's query tokens begin.
-    num_heads, lane_group, causal, num_workers : int
-        Heads of a token; lanes of an item at most; 1 if token i of n sees seq_len - n + i + 1 keys; threads.
+    num_heads, group_heads, lane_group : int
+        Heads of a token; those that share key rows; lanes of an item at most.
+    causal : int
+        1 if token i of n sees ``seq_len - n + i + 1`` keys, 0 if all.
+    num_workers : int
+        Threads.
 
     Returns
     -------
@@ -52,69 +164,7 @@ def plan_attention(seq_lens, query_start_loc, num_heads, lane_group, causal, num
     longest_run : int
         Splits of the longest item.
     """
-    items, costs, groups, num_slots, longest_run = _plan_items(
-        seq_lens, query_start_loc, num_heads, lane_group, causal, num_workers
+    items, costs, groups, num_slots, longest_run = _plan(
+        seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal, num_workers
     )
     return items[np.argsort(-costs, kind="stable")], groups, num_slots, longest_run
-
-
-@kernel
-def _plan_items(seq_lens, query_start_loc, num_heads, lane_group, causal, num_workers):
-    """The plan in the order of requests, with each item's cost: lanes times keys."""
-    num_requests = len(seq_lens)
-    total, num_groups = 0, 0
-    for r in range(num_requests):
-        num_new = query_start_loc[r + 1] - query_start_loc[r]
-        lanes = num_new * num_heads
-        for first in range(0, lanes, lane_group):
-            count = min(lane_group, lanes - first)
-            total += count * visible_end(first, count, num_heads, seq_lens[r], num_new, causal)
-            num_groups += 1
-    run = 1
-    if num_workers == 1:
-        run = 1 << 40
-    while 2 * run * KV_SPLIT * lane_group * num_workers * ITEMS_PER_WORKER <= total:
-        run *= 2
-
-    groups = np.empty((num_groups, GROUP_SIZE), np.int64)
-    num_items, num_slots, group = 0, 0, 0
-    for r in range(num_requests):
-        num_new = query_start_loc[r + 1] - query_start_loc[r]
-        lanes = num_new * num_heads
-        for first in range(0, lanes, lane_group):
-            count = min(lane_group, lanes - first)
-            splits = -(-visible_end(first, count, num_heads, seq_lens[r], num_new, causal) // KV_SPLIT)
-            pieces = max(1, -(-splits // run))
-            groups[group, FIRST_SLOT] = num_slots
-            groups[group, NUM_ITEMS] = pieces
-            groups[group, REMAINING] = pieces
-            num_items += pieces
-            if pieces > 1:
-                num_slots += pieces
-            group += 1
-
-    items = np.empty((num_items, ITEM_SIZE), np.int64)
-    costs = np.empty(num_items, np.int64)
-    item, group, longest_run = 0, 0, 0
-    for r in range(num_requests):
-        num_new = query_start_loc[r + 1] - query_start_loc[r]
-        lanes = num_new * num_heads
-        for first in range(0, lanes, lane_group):
-            count = min(lane_group, lanes - first)
-            end = visible_end(first, count, num_heads, seq_lens[r], num_new, causal)
-            splits = -(-end // KV_SPLIT)
-            pieces = groups[group, NUM_ITEMS]
-            for piece in range(pieces):
-                first_split = piece * run
-                items[item, REQUEST] = r
-                items[item, FIRST_LANE] = first
-                items[item, NUM_LANES] = count
-                items[item, FIRST_SPLIT] = first_split
-                items[item, NUM_SPLITS] = min(run, splits - first_split)
-                items[item, GROUP] = group
-                items[item, SLOT] = groups[group, FIRST_SLOT] + piece if pieces > 1 else -1
-                costs[item] = count * (min(end, (first_split + run) * KV_SPLIT) - first_split * KV_SPLIT)
-                longest_run = max(longest_run, items[item, NUM_SPLITS])
-                item += 1
-            group += 1
-    return items, costs, groups, num_slots, longest_run

@@ -8,12 +8,11 @@ import numba
 
 from .attend import State
 from .compile import kernel
-from .context import KEY_PADDING, LANE_GROUP, VECTOR_WIDTH
+from .context import KEY_PADDING, LANE_GROUP, NATIVE, VECTOR_WIDTH
 from .problem import unpack
 from .schedule import KEY_TILE
+from .source import ROWS_AHEAD, RowSource
 
-# Rows that are prefetched before the row in hand.
-ROWS_AHEAD = 16
 # Every piece of memory starts on a cache line.
 LINE = 64
 
@@ -23,11 +22,14 @@ class Scratch(NamedTuple):
 
     q_packed: int
     scores: int
-    source_rows: int
-    panel_rows: int
+    key_rows: int
+    key_panel: int
+    key_stride: int
+    value_rows: int
+    value_panel: int
+    value_stride: int
+    rows_bytes: int
     spare_rows: int
-    panel: int
-    panel_stride: int
     low: int
     high: int
     alpha: int
@@ -46,6 +48,13 @@ def line_up(num_bytes):
 
 
 @kernel
+def _panel_stride(num_bytes):
+    """Bytes from row to row: whole lines, and no large power of two, whose rows would share a few cache sets."""
+    stride = line_up(num_bytes)
+    return stride + LINE if stride % 1024 == 0 else stride
+
+
+@kernel
 def lay_out(context, p, longest_run, base):
     """The memory of a worker whose longest item runs over that many splits."""
     vector, group = context[VECTOR_WIDTH], context[LANE_GROUP]
@@ -53,29 +62,52 @@ def lay_out(context, p, longest_run, base):
     lane_bytes = line_up(4 * group)
     rows_bytes = line_up(8 * (padded_keys + ROWS_AHEAD))
     out_stride = line_up(4 * (-(-p.value_width // vector) * vector))
-    panel_stride = line_up(max(4 * p.width, out_stride))
-    if panel_stride % 1024 == 0:
-        # Rows a large power of two apart would share a few cache sets.
-        panel_stride += LINE
+    shared = p.values == 0
+    key_stride = _panel_stride(max(4 * p.width, out_stride) if shared else 4 * p.width)
+    value_stride = key_stride if shared else _panel_stride(out_stride)
     state_bytes = group * out_stride + 2 * lane_bytes
     levels = 2
     while (1 << (levels - 2)) < longest_run:
         levels += 1
     q_packed = base
     scores = q_packed + line_up(4 * p.width * group)
-    source_rows = scores + line_up(4 * padded_keys * group)
-    panel_rows = source_rows + rows_bytes
-    spare_rows = panel_rows + rows_bytes
-    panel = spare_rows + rows_bytes
-    low = panel + KEY_TILE * panel_stride
+    key_rows = scores + line_up(4 * padded_keys * group)
+    key_panel = key_rows + 2 * rows_bytes
+    value_rows = key_panel + KEY_TILE * key_stride
+    value_panel = value_rows + 2 * rows_bytes
+    spare_rows = value_panel + (numba.int64(0) if shared else KEY_TILE * value_stride)
+    low = spare_rows + rows_bytes
     high = low + lane_bytes
     alpha = high + lane_bytes
     weights = alpha + lane_bytes
     zeros = weights + 2 * lane_bytes
-    states = zeros + panel_stride
+    states = zeros + max(key_stride, value_stride)
     end = states + levels * state_bytes
-    return Scratch(q_packed, scores, source_rows, panel_rows, spare_rows, panel, panel_stride, low, high, alpha,
-                   weights, zeros, out_stride, state_bytes, states, end)  # fmt: skip
+    return Scratch(q_packed, scores, key_rows, key_panel, key_stride, value_rows, value_panel, value_stride,
+                   rows_bytes, spare_rows, low, high, alpha, weights, zeros, out_stride, state_bytes, states,
+                   end)  # fmt: skip
+
+
+@kernel
+def key_source(context, p, head, scratch):
+    """The key rows of a head; they serve as value rows too where these have no address of their own."""
+    native = p.row_element == context[NATIVE]
+    whole = p.values != 0 or p.value_width % context[VECTOR_WIDTH] == 0
+    return RowSource(p.keys + head * p.key_head_stride, p.key_page_stride, p.key_row_stride, p.block_size,
+                     p.row_element, p.width, int(native and whole), scratch.key_rows,
+                     scratch.key_rows + scratch.rows_bytes, scratch.key_panel, scratch.key_stride,
+                     scratch.zeros)  # fmt: skip
+
+
+@kernel
+def value_source(context, p, head, scratch):
+    """The value rows of a head, read in place where they are whole vectors."""
+    native = p.row_element == context[NATIVE]
+    whole = p.value_width % context[VECTOR_WIDTH] == 0
+    return RowSource(p.values + head * p.value_head_stride, p.value_page_stride, p.value_row_stride, p.block_size,
+                     p.row_element, p.value_width, int(native and whole), scratch.value_rows,
+                     scratch.value_rows + scratch.rows_bytes, scratch.value_panel, scratch.value_stride,
+                     scratch.zeros)  # fmt: skip
 
 
 @kernel

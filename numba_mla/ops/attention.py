@@ -6,27 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..checks import (
-    Shape,
-    address,
-    check_array,
-    check_count,
-    check_integers,
-    check_output,
-    check_scale,
-    dense_rows,
-    describe,
-)
-from ..kernels.attention import attention_parallel, attention_serial
-from ..kernels.context import ELEMENT_CODES, LANE_GROUP
-from ..kernels.paging import find_bad_page
+from ..checks import address, check_array, check_count, check_flag, check_integers, check_scale, dense_rows, describe
+from ..kernels.context import ELEMENT_CODES
 from ..kernels.problem import Problem
-from ..kernels.schedule import plan_attention
-from ..kernels.scratch import workspace_bytes
-from ..runtime import context_for, workspace
-from ..threads import launching, num_threads
-
-FLOAT32 = np.dtype(np.float32)
+from .launch import prepare_outputs, run_attention
+from .pages import check_block_table, check_pages, check_row_dtype
 
 
 class _Queries(NamedTuple):
@@ -47,8 +31,9 @@ def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache
     ----------
     q : ndarray (B, H, Dc + Dr), or pair of ndarray (B, H, Dc) and (B, H, Dr)
         Absorbed queries, float32, float16 or bfloat16: ``[q_nope @ W_UK | q_pe]``.
-    kv_cache : ndarray (num_blocks, block_size, Dc + Dr)
-        The paged cache, of q's dtype: rows ``[latent | rotated key]``.
+    kv_cache : ndarray (num_blocks, block_size, Dc + Dr), or uint8 (num_blocks, block_size, 656)
+        The paged cache, rows ``[latent | rotated key]``: of q's dtype, float8_e4m3fn, float8_e5m2, or in
+        FlashMLA's layout of 656 bytes (512 e4m3fn, 4 float32 scales, 64 bfloat16).
     block_table : int array (B, M), or None
         Pages of each request, in order; None: page b is request b. Entries past the last used page are
         never looked at.
@@ -59,7 +44,8 @@ def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache
     kv_lora_rank : int
         Dc, the latent width.
     cache_scale : float, optional
-        For fp8 caches, which this version does not read: must be None.
+        Of an fp8 cache: value = stored * cache_scale, finite and positive; None: 1. The layout of 656 bytes
+        has scales of its own.
     out : ndarray (B, H, Dc), optional
         Where to write the result: of q's dtype, or float32.
     lse : ndarray (B, H), optional
@@ -113,8 +99,8 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
     ----------
     q : ndarray (T, H, Dc + Dr), or pair of ndarray (T, H, Dc) and (T, H, Dr)
         Absorbed queries of all requests' new tokens, one request after the other.
-    kv_cache : ndarray (num_blocks, block_size, Dc + Dr)
-        The paged cache, of q's dtype; the new tokens' rows are already in it.
+    kv_cache : ndarray (num_blocks, block_size, Dc + Dr), or uint8 (num_blocks, block_size, 656)
+        The paged cache, as ``decode`` takes it; the new tokens' rows are already in it.
     block_table : int array (B, M), or None
         Pages of each request, in order; None: page b is request b.
     seq_lens : int array or list (B,)
@@ -126,7 +112,8 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
     kv_lora_rank : int
         Dc, the latent width.
     cache_scale : float, optional
-        For fp8 caches, which this version does not read: must be None.
+        Of an fp8 cache: value = stored * cache_scale, finite and positive; None: 1. The layout of 656 bytes
+        has scales of its own.
     causal : bool
         Whether a token sees only itself and what came before it.
     out : ndarray (T, H, Dc), optional
@@ -164,16 +151,10 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
     [3.0, 4.0, 5.0]
     """
     queries = _check_queries(q, "T", kv_lora_rank)
-    starts = check_integers("query_start_loc", query_start_loc, ("B + 1",))
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal: expected True or False, got {describe(causal)}")
-    if len(starts) < 1 or starts[0] != 0 or starts[-1] != len(queries.latent) or (np.diff(starts) < 0).any():
-        raise ValueError(
-            f"query_start_loc: expected to run from 0 to {len(queries.latent)} (the tokens of q) without falling, "
-            f"got {_excerpt(starts)}"
-        )
+    starts = check_start_locations("query_start_loc", query_start_loc, len(queries.latent), "q")
+    causal = check_flag("causal", causal)
     lengths = check_integers("seq_lens", seq_lens, (len(starts) - 1,))
-    if validate:
+    if check_flag("validate", validate):
         short = np.flatnonzero((lengths < np.diff(starts)) & (np.diff(starts) > 0))
         if len(short):
             r = int(short[0])
@@ -181,12 +162,8 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
                 f"seq_lens: expected the new tokens to be counted, got seq_len {lengths[r]} with "
                 f"{starts[r + 1] - starts[r]} new tokens in request {r}"
             )
-    return _attend(queries, kv_cache, block_table, lengths, starts, scale, cache_scale, bool(causal), out, lse, isa,
+    return _attend(queries, kv_cache, block_table, lengths, starts, scale, cache_scale, causal, out, lse, isa,
                    validate)  # fmt: skip
-
-
-def _excerpt(values: np.ndarray) -> str:
-    return np.array2string(values, threshold=12, separator=", ")
 
 
 def _check_queries(q, tokens: str, kv_lora_rank: int) -> _Queries:
@@ -208,95 +185,36 @@ def _check_queries(q, tokens: str, kv_lora_rank: int) -> _Queries:
     return _Queries(latent, rotary)
 
 
-def check_pages(kv_cache, shape: Shape, cache_scale) -> np.ndarray:
-    """A paged cache of the given shape whose rows' elements lie side by side."""
-    check_array("kv_cache", kv_cache, shape)
-    if cache_scale is not None:
-        raise ValueError(f"cache_scale: expected None with a {kv_cache.dtype} cache, got {describe(cache_scale)}")
-    if kv_cache.shape[1] == 0:
-        raise ValueError(f"kv_cache: expected a block_size of at least 1, got {describe(kv_cache)}")
-    if kv_cache.strides[2] != kv_cache.itemsize and kv_cache.shape[2] > 1:
+def check_start_locations(name: str, starts, num_tokens: int, owner: str) -> np.ndarray:
+    """Start locations, (B + 1,), that run from 0 to all tokens without falling."""
+    starts = check_integers(name, starts, ("B + 1",))
+    if len(starts) < 1 or starts[0] != 0 or starts[-1] != num_tokens or (np.diff(starts) < 0).any():
         raise ValueError(
-            f"kv_cache: expected the elements of a row side by side, got a last axis with stride "
-            f"{kv_cache.strides[2]} bytes ({describe(kv_cache)})"
+            f"{name}: expected to run from 0 to {num_tokens} (the tokens of {owner}) without falling, got "
+            f"{np.array2string(starts, threshold=12, separator=', ')}"
         )
-    return kv_cache
-
-
-def check_block_table(block_table, kv_cache: np.ndarray, lengths: np.ndarray, validate: bool) -> np.ndarray:
-    """The block table as int64 (B, M), its used pages inside the cache."""
-    num_requests = len(lengths)
-    num_blocks, block_size = kv_cache.shape[:2]
-    if block_table is None:
-        table = np.arange(num_requests).reshape(num_requests, 1)
-    else:
-        table = check_integers("block_table", block_table, (num_requests, "M"))
-    if not validate or num_requests == 0:
-        return table
-    if (lengths < 0).any() or (lengths > table.shape[1] * block_size).any():
-        r = int(np.flatnonzero((lengths < 0) | (lengths > table.shape[1] * block_size))[0])
-        raise ValueError(
-            f"seq_lens: expected 0 to {table.shape[1] * block_size} (block_table of shape {table.shape} with pages "
-            f"of {block_size}), got {lengths[r]} in request {r}"
-        )
-    request, page = find_bad_page(table, lengths, block_size, num_blocks)
-    if request >= 0:
-        raise ValueError(
-            f"block_table: expected used pages within the cache's 0 to {num_blocks - 1} (kv_cache of shape "
-            f"{kv_cache.shape}), got {table[request, page]} at [{request}, {page}]"
-        )
-    return table
+    return starts
 
 
 def _attend(queries: _Queries, kv_cache, block_table, lengths, starts, scale, cache_scale, causal, out, lse, isa,
             validate):  # fmt: skip
-    """Check the rest, plan, and run the plan's items on the threads in force."""
+    """Check the rest, and run."""
     latent, rotary = queries
-    check_pages(kv_cache, ("num_blocks", "block_size", latent.shape[2] + rotary.shape[2]), cache_scale)
-    if kv_cache.dtype != latent.dtype:
-        raise TypeError(f"kv_cache: expected q's dtype {latent.dtype}, got {describe(kv_cache)}")
+    pages = check_pages(kv_cache, latent.shape[2], latent.shape[2] + rotary.shape[2], cache_scale)
+    check_row_dtype("q", latent, pages)
     scale = check_scale("scale", scale)
-    table = check_block_table(block_table, kv_cache, lengths, validate)
-    inputs = {"q_latent": latent, "q_pe": rotary, "kv_cache": kv_cache}
-    if out is None:
-        out = np.empty(latent.shape, latent.dtype)
-    target = check_output("out", out, latent.shape, (latent.dtype, FLOAT32), inputs)
-    if lse is None:
-        lse = np.empty(latent.shape[:2], np.float32)
-    check_output("lse", lse, latent.shape[:2], (FLOAT32,), inputs | {"out": out})
-    if target.strides[2] != target.itemsize and target.shape[2] > 1:
-        target = np.empty(target.shape, target.dtype)
+    table = check_block_table(block_table, pages, lengths, validate)
+    outputs = prepare_outputs(out, lse, latent.shape, latent.dtype,
+                              {"q_latent": latent, "q_pe": rotary, "kv_cache": kv_cache})  # fmt: skip
     problem = Problem(
         address(latent), latent.strides[0], latent.strides[1], address(rotary), rotary.strides[0], rotary.strides[1],
-        q_split=latent.shape[2], q_element=ELEMENT_CODES[latent.dtype.name], num_heads=latent.shape[1],
-        keys=address(kv_cache), page_stride=kv_cache.strides[0], row_stride=kv_cache.strides[1],
-        key_element=ELEMENT_CODES[kv_cache.dtype.name], block_size=kv_cache.shape[1],
-        width=kv_cache.shape[2], value_width=latent.shape[2], causal=int(causal),
-        out=address(target), out_token_stride=target.strides[0], out_head_stride=target.strides[1],
-        out_element=ELEMENT_CODES[target.dtype.name],
-        lse=address(lse), lse_token_stride=lse.strides[0], lse_head_stride=lse.strides[1],
+        q_split=latent.shape[2], q_element=ELEMENT_CODES[latent.dtype.name],
+        num_heads=latent.shape[1], group_heads=latent.shape[1],
+        keys=pages.address, key_page_stride=pages.page_stride, key_row_stride=pages.row_stride, key_head_stride=0,
+        values=0, value_page_stride=0, value_row_stride=0, value_head_stride=0,
+        row_element=pages.element, block_size=pages.block_size, width=pages.width, value_width=latent.shape[2],
+        causal=int(causal), **outputs.fields(),
     )  # fmt: skip
-    _run(problem, scale, lengths, starts, table, isa)
-    if target is not out:
-        out[...] = target
-    return out, lse
-
-
-def _run(problem: Problem, scale: float, lengths: np.ndarray, starts: np.ndarray, table: np.ndarray, isa) -> None:
-    context = context_for(isa)
-    packed = problem.packed()
-    workers = num_threads()
-    items, groups, num_slots, longest_run = plan_attention(
-        lengths, starts, problem.num_heads, int(context[LANE_GROUP]), problem.causal, workers
-    )
-    workers = min(workers, len(items))
-    if workers == 0:
-        return
-    memory = workspace.reserve(workspace_bytes(context, packed, longest_run, num_slots, workers))
-    arguments = (context, packed, scale, lengths, starts, table, items, groups, longest_run, np.zeros(1, np.int64),
-                 memory, workers)  # fmt: skip
-    if workers == 1:
-        attention_serial(*arguments)
-        return
-    with launching():
-        attention_parallel(*arguments)
+    # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
+    run_attention(problem, scale * pages.scale, pages.scale, lengths, starts, table, isa)
+    return outputs.deliver()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +17,14 @@ from ..checks import (
     dense_rows,
     describe,
 )
+from ..isa import Isa
 from ..kernels.context import ELEMENT_CODES
 from ..kernels.product import Product, count_items, product_parallel, product_serial, workspace_bytes
+from ..quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size, is_fp8
 from ..runtime import context_for, select_isa, workspace
 from ..threads import launching, num_threads
 
+WEIGHT_DTYPES = (*FLOAT_DTYPES, *FLOAT8_DTYPES)
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -36,6 +40,10 @@ class PackedWeight:
         (H, N, K) of the weight.
     scale : float or None
         Factor on the product.
+    block_scales : ndarray (H, ceil(N / NR), ceil(K / bk), NR) or None
+        float32 factor on each column's elements, for every bk of them.
+    block_rows : int
+        bk; 0 without block scales.
     isa : str
         The instruction set it is laid out for.
     """
@@ -43,6 +51,8 @@ class PackedWeight:
     panels: np.ndarray
     shape: tuple[int, int, int]
     scale: float | None
+    block_scales: np.ndarray | None
+    block_rows: int
     isa: str
 
     @property
@@ -52,8 +62,8 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the panels."""
-        return self.panels.nbytes
+        """Bytes of the panels and of the block scales."""
+        return self.panels.nbytes + (0 if self.block_scales is None else self.block_scales.nbytes)
 
 
 def pack_weight(w, *, scale=None, block_size=None, isa=None):
@@ -61,12 +71,14 @@ def pack_weight(w, *, scale=None, block_size=None, isa=None):
 
     Parameters
     ----------
-    w : ndarray (H, N, K)
-        float32, float16 or bfloat16, any strides. fp8 weights are not in this version.
-    scale : float, optional
-        Factor on the product, finite and positive; None: 1, or what ``bmm`` is given.
-    block_size : None
-        For fp8 weights with a scale for each block: not in this version.
+    w : ndarray (H, N, K), or BlockScaled
+        float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, any strides; or an fp8 weight with its block
+        scales, as ``absorb_weights`` returns it, in place of the next two arguments.
+    scale : float, or ndarray (H, ceil(N / bn), ceil(K / bk)), optional
+        Factor on the product, finite and positive; None: 1, or what ``bmm`` is given. With ``block_size``, for
+        fp8 weights: float32, one for each block.
+    block_size : tuple of int, optional
+        (bn, bk), rows and columns of a block of ``scale``.
     isa : str, optional
         The instruction set to lay it out for, one of ``available_isas()``.
 
@@ -80,25 +92,49 @@ def pack_weight(w, *, scale=None, block_size=None, isa=None):
     TypeError, ValueError
         An argument other than the above; the message names it.
 
+    Notes
+    -----
+    Block scales are kept as they are: a product multiplies each element by its block's scale in float32.
+
     Examples
     --------
     >>> import numpy as np, numba_mla
     >>> numba_mla.pack_weight(np.ones((2, 3, 4), np.float32)).shape
     (2, 3, 4)
     """
-    check_array("w", w, ("H", "N", "K"))
-    if block_size is not None:
-        raise ValueError(f"block_size: expected None for {w.dtype} weights, got {block_size!r}")
-    factor = None if scale is None else check_scale("scale", scale)
+    if isinstance(w, BlockScaled):
+        if scale is not None or block_size is not None:
+            raise ValueError("scale, block_size: expected None with a BlockScaled weight, which has its own")
+        w, scale, block_size = w
+    check_array("w", w, ("H", "N", "K"), WEIGHT_DTYPES)
     record = select_isa(isa)
     heads, columns, k = w.shape
-    width = record.weight_block[1] * record.vector_width
+    width = _panel_width(record)
+    if block_size is None:
+        factor = None if scale is None else check_scale("scale", scale)
+        return PackedWeight(_panels(w, width), (heads, columns, k), factor, None, 0, record.name)
+    if not is_fp8(w.dtype):
+        raise ValueError(f"block_size: expected None for {w.dtype} weights, got {block_size!r}")
+    bn, bk = check_block_size(block_size)
+    scales = check_block_scales("scale", scale, (heads, -(-columns // bn), -(-k // bk)))
+    bn, bk = min(bn, columns), min(bk, k)
+    by_column = scales.repeat(bn, axis=1)[:, :columns]
+    return PackedWeight(_panels(w, width), (heads, columns, k), None, _panels(by_column, width), bk, record.name)
+
+
+def _panel_width(record: Isa) -> int:
+    return record.weight_block[1] * record.vector_width
+
+
+def _panels(w: np.ndarray, width: int) -> np.ndarray:
+    """Columns of w^T, ``width`` at a time, padded with zeros: (H, N, K) -> (H, ceil(N / width), K, width)."""
+    heads, columns, k = w.shape
     num_panels = -(-columns // width)
     panels = np.zeros((heads, num_panels, k, width), w.dtype)
     for panel in range(num_panels):
         part = w[:, panel * width : (panel + 1) * width]
         panels[:, panel, :, : part.shape[1]] = part.swapaxes(1, 2)
-    return PackedWeight(panels, (heads, columns, k), factor, record.name)
+    return panels
 
 
 def bmm(a, w, *, scale=None, out=None):
@@ -139,20 +175,22 @@ def bmm(a, w, *, scale=None, out=None):
     """
     if not isinstance(w, PackedWeight):
         raise TypeError(f"w: expected a PackedWeight (from pack_weight), got {describe(w)}")
-    heads, columns, k = w.shape
+    heads, columns, k = _check_layout(w)
     a = dense_rows(check_array("a", a, (heads, "M", k)))
-    if scale is not None and w.scale is not None:
-        raise ValueError(f"scale: expected None for a weight that was packed with scale {w.scale}, got {scale!r}")
+    if scale is not None and (w.scale is not None or w.block_scales is not None):
+        own = "block scales" if w.scale is None else f"scale {w.scale}"
+        raise ValueError(f"scale: expected None for a weight that was packed with {own}, got {scale!r}")
     factor = w.scale if scale is None else check_scale("scale", scale)
     shape = (heads, a.shape[1], columns)
     if out is None:
         out = np.empty(shape, a.dtype)
-    target = check_output("out", out, shape, (a.dtype, FLOAT32), {"a": a})
+    target = check_output("out", out, shape, (a.dtype, FLOAT32), {"a": a, "w": w.panels})
     if target.strides[2] != target.itemsize and columns > 1:
         target = np.empty(shape, target.dtype)
     product = Product(
         address(a), a.strides[0], a.strides[1], ELEMENT_CODES[a.dtype.name], a.itemsize,
         address(w.panels), ELEMENT_CODES[w.dtype.name], w.panels.itemsize,
+        0 if w.block_scales is None else address(w.block_scales), w.block_rows,
         address(target), target.strides[0], target.strides[1], ELEMENT_CODES[target.dtype.name], target.itemsize,
         num_heads=heads, num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),
     )  # fmt: skip
@@ -163,6 +201,19 @@ def bmm(a, w, *, scale=None, out=None):
     if target is not out:
         out[...] = target
     return out
+
+
+def _check_layout(w: PackedWeight) -> tuple[int, int, int]:
+    """The weight's shape, if it lies as this machine's kernels read it: one packed elsewhere need not."""
+    heads, columns, k = w.shape
+    width = _panel_width(select_isa(w.isa))
+    num_panels = -(-columns // width)
+    if w.panels.shape != (heads, num_panels, k, width) or not w.panels.flags.c_contiguous:
+        raise ValueError(
+            f"w: expected a weight packed for this machine's {w.isa}, dense panels of shape "
+            f"{(heads, num_panels, k, width)}, got {describe(w.panels)}"
+        )
+    return w.shape
 
 
 def _run(product: Product, scale: float, isa: str) -> None:
@@ -188,8 +239,8 @@ def absorb_weights(kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim):
 
     Parameters
     ----------
-    kv_b_proj : ndarray (H * (Dn + Dv), Dc)
-        float32, float16 or bfloat16. fp8 weights are not in this version.
+    kv_b_proj : ndarray (H * (Dn + Dv), Dc), or BlockScaled
+        float32, float16 or bfloat16; or an fp8 weight of that shape with its block scales.
     num_heads : int
         H.
     qk_nope_head_dim : int
@@ -199,10 +250,10 @@ def absorb_weights(kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim):
 
     Returns
     -------
-    w_uk : ndarray (H, Dc, Dn)
-        A view of kv_b_proj.
-    w_uv : ndarray (H, Dv, Dc)
-        A view of kv_b_proj.
+    w_uk : ndarray (H, Dc, Dn), or BlockScaled
+        A view of kv_b_proj; in fp8, with the scales of its own blocks.
+    w_uv : ndarray (H, Dv, Dc), or BlockScaled
+        As w_uk.
 
     Raises
     ------
@@ -211,7 +262,8 @@ def absorb_weights(kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim):
 
     Notes
     -----
-    Exact: nothing is computed. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2.
+    Exact: nothing is computed. A block that straddles W_UK and W_UV, or two heads, is cut into blocks that do
+    not. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2.
 
     Examples
     --------
@@ -223,6 +275,18 @@ def absorb_weights(kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim):
     heads = check_count("num_heads", num_heads, 1)
     nope = check_count("qk_nope_head_dim", qk_nope_head_dim, 1)
     value = check_count("v_head_dim", v_head_dim, 1)
-    check_array("kv_b_proj", kv_b_proj, (heads * (nope + value), "Dc"), FLOAT_DTYPES)
-    split = kv_b_proj.reshape(heads, nope + value, kv_b_proj.shape[1])
-    return split[:, :nope].swapaxes(1, 2), split[:, nope:]
+    shape = (heads * (nope + value), "Dc")
+    if not isinstance(kv_b_proj, BlockScaled):
+        split = check_array("kv_b_proj", kv_b_proj, shape).reshape(heads, nope + value, kv_b_proj.shape[1])
+        return split[:, :nope].swapaxes(1, 2), split[:, nope:]
+    weight = check_array("kv_b_proj.weight", kv_b_proj.weight, shape, FLOAT8_DTYPES)
+    rows, rank = weight.shape
+    bn, bk = check_block_size(kv_b_proj.block_size)
+    scales = check_block_scales("kv_b_proj.scale", kv_b_proj.scale, (-(-rows // bn), -(-rank // bk)))
+    # The largest blocks of rows that end where W_UK, W_UV, heads and the given blocks do.
+    cut = math.gcd(bn, nope, value)
+    split = weight.reshape(heads, nope + value, rank)
+    by_cut = scales.repeat(min(bn, rows) // cut, axis=0)[: rows // cut].reshape(heads, (nope + value) // cut, -1)
+    w_uk = BlockScaled(split[:, :nope].swapaxes(1, 2), by_cut[:, : nope // cut].swapaxes(1, 2), (bk, cut))
+    w_uv = BlockScaled(split[:, nope:], by_cut[:, nope // cut :], (cut, bk))
+    return w_uk, w_uv

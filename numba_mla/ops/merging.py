@@ -70,7 +70,7 @@ def merge_states(out_a, lse_a, out_b, lse_b, *, out=None, lse=None):
         out = np.empty(shape, out_a.dtype)
     if lse is None:
         lse = np.empty(shape[:-1], FLOAT32)
-    check_output("out", out, shape, (out_a.dtype,), {})
+    check_output("out", out, shape, (out_a.dtype,), {"lse_a": lse_a, "lse_b": lse_b})
     check_output("lse", lse, shape[:-1], (FLOAT32,), {"out_a": out_a, "out_b": out_b, "out": out})
     a, b = np.ascontiguousarray(out_a), np.ascontiguousarray(out_b)
     lse_a, lse_b = np.ascontiguousarray(lse_a), np.ascontiguousarray(lse_b)

@@ -9,15 +9,18 @@ from ..checks import (
     address,
     check_array,
     check_count,
+    check_flag,
     check_integers,
     check_output,
+    check_writable,
     dense_rows,
     describe,
+    overlap,
 )
 from ..kernels.context import ELEMENT_CODES
 from ..kernels.paging import find_bad_slot, gather_rows, write_rows
 from ..runtime import context_for, workspace
-from .attention import check_block_table, check_pages
+from .pages import Pages, check_block_table, check_pages, check_row_dtype, gathered_dtype
 
 
 def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slot_id=-1, validate=True):
@@ -28,15 +31,16 @@ def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slo
     Parameters
     ----------
     kv_c : ndarray (T, Dc)
-        Normed latents, of the cache's dtype.
+        Normed latents: of the cache's dtype, or any of float32, float16, bfloat16 for a quantised cache.
     k_pe : ndarray (T, Dr) or (T, 1, Dr)
-        Rotated keys, of the cache's dtype.
-    kv_cache : ndarray (num_blocks, block_size, Dc + Dr)
-        The paged cache, float32, float16 or bfloat16, written in place.
+        Rotated keys, of kv_c's dtype.
+    kv_cache : ndarray (num_blocks, block_size, Dc + Dr), or uint8 (num_blocks, block_size, 656)
+        The paged cache, written in place: float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, or rows of
+        656 bytes (512 e4m3fn, 4 float32 scales, one for each 128, 64 bfloat16).
     slot_mapping : int array or list (<= T,)
         ``page * block_size + offset`` of each token; the rows past its end are padding, and not written.
     cache_scale : float, optional
-        For fp8 caches, which this version does not write: must be None.
+        Of an fp8 cache: stored = value / cache_scale, finite and positive; None: 1.
     pad_slot_id : int
         A slot that says "do not write this row"; negative.
     validate : bool
@@ -54,7 +58,9 @@ def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slo
 
     Notes
     -----
-    Bits are copied.
+    Bits are copied; an fp8 store is float32(value) / float32(cache_scale), rounded to nearest even, saturated
+    at the largest finite number, NaN kept. The scale of 128 latents in a row of 656 bytes is their largest
+    finite magnitude / 448. Source of that layout: FlashMLA.
 
     Examples
     --------
@@ -64,29 +70,25 @@ def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slo
     >>> cache.sum(axis=-1).tolist()
     [[0.0, 0.0], [0.0, 3.0]]
     """
-    check_pages(kv_cache, ("num_blocks", "block_size", "Dc + Dr"), cache_scale)
-    if not kv_cache.flags.writeable:
-        raise ValueError(f"kv_cache: expected a writable array, got a read-only {describe(kv_cache)}")
-    dtypes = (kv_cache.dtype,)
-    kv_c = check_array("kv_c", kv_c, ("T", "Dc"), dtypes)
-    k_pe = _flat_rotary(k_pe, len(kv_c), kv_cache.shape[2] - kv_c.shape[1], dtypes)
+    kv_c = dense_rows(check_array("kv_c", kv_c, ("T", "Dc")))
+    pages = check_pages(kv_cache, kv_c.shape[1], None, cache_scale)
+    check_writable("kv_cache", kv_cache)
+    check_row_dtype("kv_c", kv_c, pages)
+    k_pe = dense_rows(_flat_rotary(k_pe, len(kv_c), pages.width - kv_c.shape[1], (kv_c.dtype,)))
     slots = check_integers("slot_mapping", slot_mapping, ("<= T",))
     pad_slot = _check_pad_slot(pad_slot_id)
     if len(slots) > len(kv_c):
         raise ValueError(f"slot_mapping: expected at most {len(kv_c)} slots (the rows of kv_c), got {len(slots)}")
-    if validate:
+    if check_flag("validate", validate):
         _check_slots(slots, kv_cache, pad_slot)
     for name, source in (("kv_c", kv_c), ("k_pe", k_pe)):
-        if np.may_share_memory(source, kv_cache) and np.shares_memory(source, kv_cache):
+        if overlap(source, kv_cache):
             raise ValueError(f"{name}: expected memory apart from kv_cache's, got a view of it")
-    offset = 0
-    for source in (dense_rows(kv_c), dense_rows(k_pe)):
-        num_bytes = source.shape[1] * source.itemsize
-        write_rows(
-            context_for(), address(source), source.strides[0], num_bytes, address(kv_cache) + offset,
-            kv_cache.strides[0], kv_cache.strides[1], kv_cache.shape[1], slots, pad_slot,
-        )  # fmt: skip
-        offset += num_bytes
+    write_rows(
+        context_for(), address(kv_c), kv_c.strides[0], kv_c.shape[1], address(k_pe), k_pe.strides[0], k_pe.shape[1],
+        ELEMENT_CODES[kv_c.dtype.name], kv_c.itemsize, pages.address, pages.page_stride, pages.row_stride,
+        pages.block_size, pages.element, pages.scale, slots, pad_slot, workspace.reserve(4 * pages.width),
+    )  # fmt: skip
 
 
 def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=512, cache_scale=None, dtype=None,
@@ -98,8 +100,8 @@ def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=5
 
     Parameters
     ----------
-    kv_cache : ndarray (num_blocks, block_size, Dc + Dr)
-        The paged cache, float32, float16 or bfloat16.
+    kv_cache : ndarray (num_blocks, block_size, Dc + Dr), or uint8 (num_blocks, block_size, 656)
+        The paged cache, in any layout that ``write_cache`` writes.
     block_table : int array (B, M), or None
         Pages of each request, in order; None: page b is request b.
     seq_lens : int array or list (B,)
@@ -109,9 +111,9 @@ def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=5
     kv_lora_rank : int
         Dc, where a row is cut into its two parts.
     cache_scale : float, optional
-        For fp8 caches, which this version does not read: must be None.
+        Of an fp8 cache: value = stored * cache_scale; None: 1.
     dtype : dtype, optional
-        Of the result: float32, float16 or bfloat16; None: the cache's.
+        Of the result: float32, float16 or bfloat16; None: the cache's, or bfloat16 for a quantised cache.
     out : pair of ndarray (>= n, Dc) and (>= n, Dr), optional
         Where to write the rows, n in all; rows past n are left alone.
     validate : bool
@@ -142,29 +144,24 @@ def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=5
     ([[9.0, 10.0], [0.0, 1.0]], [[11.0], [2.0]], [0, 2])
     """
     rank = check_count("kv_lora_rank", kv_lora_rank, 1)
-    check_pages(kv_cache, ("num_blocks", "block_size", "Dc + Dr"), cache_scale)
-    if kv_cache.shape[2] < rank:
-        raise ValueError(f"kv_cache: expected rows of at least kv_lora_rank = {rank}, got {describe(kv_cache)}")
+    pages = check_pages(kv_cache, rank, None, cache_scale)
     ends = check_integers("seq_lens", seq_lens, ("B",))
     first = np.zeros(len(ends), np.int64) if starts is None else check_integers("starts", starts, (len(ends),))
-    table = check_block_table(block_table, kv_cache, ends, validate)
+    table = check_block_table(block_table, pages, ends, validate)
     if ((first < 0) | (first > ends)).any():
         r = int(np.flatnonzero((first < 0) | (first > ends))[0])
         raise ValueError(f"starts: expected 0 to seq_lens[{r}] = {ends[r]}, got {first[r]} in request {r}")
     kv_start_loc = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - first)])
-    widths = (rank, kv_cache.shape[2] - rank)
-    parts = _gather_targets(out, int(kv_start_loc[-1]), widths, _check_dtype(dtype, kv_cache.dtype), kv_cache)
-    offset = 0
-    for part, width in zip(parts, widths, strict=True):
-        dense = part if part.strides[1] == part.itemsize or width <= 1 else np.empty(part.shape, part.dtype)
-        gather_rows(
-            context_for(), address(kv_cache) + offset, kv_cache.strides[0], kv_cache.strides[1], kv_cache.shape[1],
-            table, first, ends, address(dense), dense.strides[0], width, ELEMENT_CODES[kv_cache.dtype.name],
-            kv_cache.itemsize, ELEMENT_CODES[dense.dtype.name], workspace.reserve(4 * width),
-        )  # fmt: skip
-        if dense is not part:
-            part[...] = dense
-        offset += width * kv_cache.itemsize
+    parts = _gather_targets(out, int(kv_start_loc[-1]), rank, _check_dtype(dtype, gathered_dtype(pages)), pages)
+    dense = [x if x.strides[1] == x.itemsize or x.shape[1] <= 1 else np.empty(x.shape, x.dtype) for x in parts]
+    gather_rows(
+        context_for(), pages.address, pages.page_stride, pages.row_stride, pages.block_size, table, first, ends,
+        pages.width, pages.element, kv_cache.itemsize, pages.scale, address(dense[0]), dense[0].strides[0], rank,
+        address(dense[1]), dense[1].strides[0], ELEMENT_CODES[dense[0].dtype.name], workspace.reserve(4 * pages.width),
+    )  # fmt: skip
+    for part, written in zip(parts, dense, strict=True):
+        if written is not part:
+            part[...] = written
     return parts[0], parts[1], kv_start_loc
 
 
@@ -200,11 +197,14 @@ def expand_block_table(block_table, block_size):
     if table.size and table.min() < -1:
         raise ValueError(f"block_table: expected pages of at least -1, got {table.min()}")
     largest = np.iinfo(dtype).max
-    if table.size and (int(table.max()) + 1) * rows - 1 > largest:
+    highest = int(table.max(initial=0))
+    if (highest + 1) * rows - 1 > largest:
         raise ValueError(
-            f"block_table: expected slots within {dtype} (at most {largest}), got page {table.max()} with "
+            f"block_table: expected slots within {dtype} (at most {largest}), got page {highest} with "
             f"block_size {rows}; pass int64"
         )
+    if table.size == 0:
+        return np.empty((len(table), table.shape[1] * rows), dtype)
     pages = table.astype(dtype)[:, :, None]
     slots = np.where(pages < 0, pages, pages * dtype.type(rows) + np.arange(rows, dtype=dtype))
     return slots.reshape(len(table), table.shape[1] * rows)
@@ -249,14 +249,17 @@ def _check_dtype(dtype, default: np.dtype) -> np.dtype:
     return wanted
 
 
-def _gather_targets(out, num_rows: int, widths: tuple[int, int], dtype: np.dtype, kv_cache: np.ndarray):
+def _gather_targets(out, num_rows: int, rank: int, dtype: np.dtype, pages: Pages):
     """The two arrays to gather to, cut to the rows that there are."""
+    widths = (rank, pages.width - rank)
     if out is None:
         return tuple(np.empty((num_rows, width), dtype) for width in widths)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise TypeError(f"out: expected the pair (kv_c, k_pe) of arrays, got {describe(out)}")
-    for part, width in zip(out, widths, strict=True):
-        check_output("out", part, (f">= {num_rows}", width), (dtype,), {"kv_cache": kv_cache})
+    inputs = {"kv_cache": pages.array}
+    for name, part, width in zip(("kv_c", "k_pe"), out, widths, strict=True):
+        check_output("out", part, (f">= {num_rows}", width), (dtype,), inputs)
+        inputs |= {f"its {name}": part}
         if len(part) < num_rows:
             raise ValueError(f"out: expected at least {num_rows} rows, got {describe(part)}")
     return tuple(part[:num_rows] for part in out)

@@ -1,0 +1,104 @@
+"""``prefill``: materialised attention, with keys and values of each head."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..checks import MAX_POSITIONS, address, check_array, check_flag, check_scale, dense_rows, describe
+from ..kernels.context import ELEMENT_CODES
+from ..kernels.problem import Problem
+from .attention import check_start_locations
+from .launch import prepare_outputs, run_attention
+
+# Rows are consecutive: one page without end, which begins at a request's first row.
+_ENDLESS = 1 << 40
+
+
+def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, out=None, lse=None, isa=None,
+            validate=True):  # fmt: skip
+    """Attention of ragged requests over materialised keys and values.
+
+    ``out[t, h] = sum_s p[s] v[s, h] / sum_s p[s]``, ``p[s] = exp(scale * (q[t, h] . k[s, h]))``,
+    ``lse[t, h] = ln sum_s p[s]``, over the keys of t's request: causal, aligned bottom-right, token i of n sees
+    the first ``kv_len - n + i + 1`` of ``kv_len`` keys; else all.
+
+    Parameters
+    ----------
+    q : ndarray (Tq, H, D)
+        Queries of all requests, one request after the other: float32, float16 or bfloat16, D = Dn + Dr.
+    k : ndarray (Tk, H, D)
+        Keys, of q's dtype.
+    v : ndarray (Tk, H, Dv)
+        Values, of q's dtype; Dv may differ from D.
+    query_start_loc : int array or list (B + 1,)
+        Where each request's queries begin in q, from 0 to Tq.
+    kv_start_loc : int array or list (B + 1,), optional
+        Where each request's keys begin in k, from 0 to Tk; None: as query_start_loc.
+    scale : float
+        Factor on the scores, finite and positive.
+    causal : bool
+        Whether a token sees only itself and what came before it.
+    out : ndarray (Tq, H, Dv), optional
+        Where to write the result: of q's dtype, or float32.
+    lse : ndarray (Tq, H), optional
+        Where to write the log-sum-exp, float32.
+    isa : str, optional
+        The instruction set to use, one of ``available_isas()``.
+    validate : bool
+        Taken for the sake of a uniform signature: start locations are always checked.
+
+    Returns
+    -------
+    out : ndarray (Tq, H, Dv)
+        A query that sees no key gets 0.
+    lse : ndarray (Tq, H)
+        float32, natural logarithm; -inf for a query that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any kernel runs, naming the argument, what was expected and what came.
+
+    Notes
+    -----
+    As ``extend``: float32 accumulation, the same bits for any threads and batch, unseen rows add nothing.
+    Source: FlashAttention-2 (arXiv:2307.08691); the alignment of its released kernels.
+
+    Examples
+    --------
+    >>> import numpy as np, numba_mla
+    >>> q, k, v = np.zeros((3, 1, 4), np.float32), np.ones((3, 1, 4), np.float32), np.ones((3, 1, 2), np.float32)
+    >>> out, lse = numba_mla.prefill(q, k, v, [0, 3], scale=0.5)
+    >>> np.exp(lse[:, 0]).round(3).tolist()
+    [1.0, 2.0, 3.0]
+    """
+    q = dense_rows(check_array("q", q, ("Tq", "H", "D")))
+    if q.shape[1] == 0 or q.shape[2] == 0:
+        raise ValueError(f"q: expected at least one head and one column, got {describe(q)}")
+    k = dense_rows(check_array("k", k, ("Tk", q.shape[1], q.shape[2]), (q.dtype,)))
+    v = dense_rows(check_array("v", v, (len(k), q.shape[1], "Dv"), (q.dtype,)))
+    if len(k) > MAX_POSITIONS:
+        raise ValueError(f"k: expected at most {MAX_POSITIONS} keys, got {describe(k)}")
+    if v.shape[2] == 0:
+        raise ValueError(f"v: expected at least one column, got {describe(v)}")
+    starts = check_start_locations("query_start_loc", query_start_loc, len(q), "q")
+    if kv_start_loc is None:
+        key_starts = check_start_locations("query_start_loc", query_start_loc, len(k), "k")
+    else:
+        key_starts = check_start_locations("kv_start_loc", kv_start_loc, len(k), "k")
+    if len(key_starts) != len(starts):
+        raise ValueError(f"kv_start_loc: expected {len(starts)} entries, as query_start_loc has, got {len(key_starts)}")
+    scale = check_scale("scale", scale)
+    causal = check_flag("causal", causal)
+    check_flag("validate", validate)
+    outputs = prepare_outputs(out, lse, (*q.shape[:2], v.shape[2]), q.dtype, {"q": q, "k": k, "v": v})
+    problem = Problem(
+        address(q), q.strides[0], q.strides[1], address(q), q.strides[0], q.strides[1],
+        q_split=q.shape[2], q_element=ELEMENT_CODES[q.dtype.name], num_heads=q.shape[1], group_heads=1,
+        keys=address(k), key_page_stride=k.strides[0], key_row_stride=k.strides[0], key_head_stride=k.strides[1],
+        values=address(v), value_page_stride=v.strides[0], value_row_stride=v.strides[0],
+        value_head_stride=v.strides[1], row_element=ELEMENT_CODES[k.dtype.name], block_size=_ENDLESS,
+        width=q.shape[2], value_width=v.shape[2], causal=int(causal), **outputs.fields(),
+    )  # fmt: skip
+    run_attention(problem, scale, 1.0, np.diff(key_starts), starts, key_starts[:-1, None].copy(), isa)
+    return outputs.deliver()
