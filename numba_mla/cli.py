@@ -1,0 +1,301 @@
+"""The command line: ``numba-mla run`` and ``numba-mla info``."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from types import FrameType
+from typing import Annotated, Any, cast
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import numba_mla
+
+from .checkpoint import Checkpoint, read_attention, save_random_checkpoint
+from .config import MLAConfig
+from .layer import MLALayer
+from .trial import (
+    HiddenStates,
+    Phase,
+    TrialReport,
+    load_hidden_states,
+    random_hidden_states,
+    run_trial,
+    save_trial,
+)
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+# What typer raises for any wrong option; it exports only this subclass of it.
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class BadInputError(Exception):
+    """Something that the user can put right; the message says what."""
+
+
+def main() -> None:
+    """Run the command line; what the user can put right is one line on stderr and exit code 2."""
+    with remembering_interrupts() as interrupted:
+        try:
+            exit_code = app(standalone_mode=False, obj=interrupted)
+        except (KeyboardInterrupt, typer.Abort):
+            exit_code = INTERRUPTED
+        except Exception as error:
+            if interrupted.is_set():
+                exit_code = INTERRUPTED
+            elif isinstance(error, BadInputError | UsageError):
+                message = error.format_message() if isinstance(error, UsageError) else str(error)
+                print(f"numba-mla: {' '.join(message.split())}", file=sys.stderr)
+                exit_code = BAD_INPUT
+            else:
+                raise
+    sys.exit(exit_code)
+
+
+@contextmanager
+def remembering_interrupts() -> Iterator[Event]:
+    """Let Ctrl-C raise KeyboardInterrupt as ever, and tell whether it did.
+
+    One that lands in a callback from LLVM is lost there: Python prints it as unraisable and goes on, and a later
+    step may fail because the callback has not done its work.
+    """
+    interrupted = Event()
+    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        sys.unraisablehook = lambda lost: None
+        raise KeyboardInterrupt
+
+    if before[0] is signal.default_int_handler:  # a background job ignores it
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        sys.unraisablehook = before[1]
+
+
+@app.callback(invoke_without_command=True)
+def commands(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Multi-head Latent Attention on the CPU."""
+    if version:
+        print(numba_mla.__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what was found on this machine: instruction set, threads, versions, folders."""
+    with user_can_put_right():
+        found = numba_mla.show_config()
+    if as_json:
+        print(json.dumps(found, indent=2, default=str))
+    else:
+        Console().print(_table("", [(name, _text(value)) for name, value in found.items()]))
+
+
+@app.command()
+def run(
+    context: typer.Context,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face checkpoint folder; a random one of DeepSeek-V2-Lite's shape if not given."),
+    ] = None,
+    layer: Annotated[int, typer.Option(min=0, help="Which attention layer of the checkpoint.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Requests. Unused with --npz.")] = 4,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt. Unused with --npz.")] = 256,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens to decode per request. Unused with --npz.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything random.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads to use; all if not given.")] = None,
+    npz: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hidden states to use: prompts (T, hidden_size), query_start_loc (B+1,) from 0 to T, and if "
+            "wanted continuation (C, hidden_size) of request 0, tokens (N, B, hidden_size) to decode."
+        ),
+    ] = None,
+    npz_out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where to write the inputs, as --npz reads them, and prompts_out, continuation_out and tokens_out."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run one attention layer on a paged cache and check every result against the reference.
+
+    Prefills a ragged batch of prompts, continues one of them, decodes for all. The exit code is 0 if every
+    result is within its tolerance, 1 if not, 2 if the input cannot be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="numba-mla-") as scratch:
+        with user_can_put_right():
+            if npz_out is not None:
+                check_new_file("--npz-out", npz_out)
+            attention, weights = load_layer(checkpoint, layer, Path(scratch), seed)
+            inputs = make_inputs(npz, attention, batch, prompt_len, tokens, seed)
+            thread_limit = nullcontext() if threads is None else numba_mla.threads(threads)
+        with thread_limit:
+            report = run_with_progress(attention, weights, inputs, context.obj)
+            machine = numba_mla.show_config()
+    if npz_out is not None:
+        with user_can_put_right():
+            save_trial(npz_out, inputs, report.outputs)
+    if as_json:
+        print(json.dumps(summary(report, attention, machine), indent=2))
+    else:
+        print_report(report, attention, machine)
+    raise typer.Exit(0 if report.within_tolerance else 1)
+
+
+@contextmanager
+def user_can_put_right() -> Iterator[None]:
+    """Report errors of the code within as the user's: it reads files, options and the machine's settings."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, MemoryError) as error:
+        raise BadInputError(str(error) or type(error).__name__) from error
+
+
+def check_new_file(option: str, path: Path) -> None:
+    """Refuse, before any work, a place where no file can be."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: expected a file in a folder that exists, got {path}")
+
+
+def load_layer(folder: Path | None, layer: int, scratch: Path, seed: int) -> tuple[MLALayer, dict[str, np.ndarray]]:
+    """Return a layer and the weights it was built from: a checkpoint's, or without a folder random ones."""
+    if folder is None:
+        if layer != 0:
+            raise ValueError(f"--layer: a random checkpoint has layer 0 alone, got {layer}")
+        folder = scratch
+        save_random_checkpoint(folder, seed=seed)
+    source = Checkpoint(folder)
+    config = MLAConfig.from_dict(source.config)
+    weights = read_attention(source, config, layer)
+    return MLALayer(config, weights), weights
+
+
+def make_inputs(npz: Path | None, layer: MLALayer, batch: int, prompt_len: int, tokens: int, seed: int) -> HiddenStates:
+    """Read the hidden states, or draw them."""
+    if npz is not None:
+        return load_hidden_states(npz, layer.config.hidden_size, layer.dtype)
+    return random_hidden_states(
+        layer.config.hidden_size,
+        layer.dtype,
+        num_requests=batch,
+        prompt_len=prompt_len,
+        num_tokens=tokens,
+        seed=seed,
+    )
+
+
+def run_with_progress(
+    layer: MLALayer, weights: Mapping[str, np.ndarray], inputs: HiddenStates, interrupted: Event
+) -> TrialReport:
+    """Run the trial under a progress bar on stderr, which leaves stdout to the result."""
+
+    def advance(num_tokens: int) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt  # again: the first one was lost
+        progress.advance(bar, num_tokens)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("tokens", total=sum(inputs.seq_lens))
+        return run_trial(layer, weights, inputs, on_tokens=advance)
+
+
+def summary(report: TrialReport, layer: MLALayer, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a report, ready for JSON."""
+
+    def speed(phase: Phase) -> dict[str, float]:
+        return asdict(phase) | {"tokens_per_s": phase.tokens_per_s, "gflops": phase.gflops}
+
+    return {
+        "version": numba_mla.__version__,
+        "isa": machine["isa"],
+        "threads": machine["threads"],
+        "threading_layer": machine["threading_layer"],
+        "dtype": str(layer.dtype),
+        "warm_up_s": report.warm_up_s,
+        "prefill": speed(report.prefill),
+        "decode": speed(report.decode),
+        "cache_bytes": report.cache_bytes,
+        "materialised_bytes": report.materialised_bytes,
+        # JSON has no infinity: null is an error without a bound.
+        "errors": {
+            error.stage: {
+                "largest_error": error.largest_error if math.isfinite(error.largest_error) else None,
+                "of_tolerance": error.of_tolerance if math.isfinite(error.of_tolerance) else None,
+            }
+            for error in report.errors
+        },
+        "within_tolerance": report.within_tolerance,
+    }
+
+
+def print_report(report: TrialReport, layer: MLALayer, machine: Mapping[str, Any]) -> None:
+    """Print a report as two tables: the run, and each stage's error."""
+    less = report.materialised_bytes / report.cache_bytes
+    rows = [
+        ("instruction set", machine["isa"]),
+        ("threads", f"{machine['threads']} ({machine['threading_layer']})"),
+        ("dtype", str(layer.dtype)),
+        ("first run, compiling included", f"{report.warm_up_s:.2f} s"),
+        *((name, _speed(phase)) for name, phase in (("prefill", report.prefill), ("decode", report.decode))),
+        ("latent cache", f"{report.cache_bytes:,} bytes"),
+        ("keys and values per head", f"{report.materialised_bytes:,} bytes ({less:.1f} times as many)"),
+    ]
+    console = Console()
+    console.print(_table("one layer", rows))
+    errors = Table("stage", title="against the float64 reference", title_justify="left")
+    errors.add_column("largest error", justify="right")
+    errors.add_column("of its tolerance", justify="right")
+    for error in report.errors:
+        errors.add_row(error.stage, f"{error.largest_error:.2e}", f"{error.of_tolerance:.2g}")
+    console.print(errors)
+    worst = max(report.errors, key=lambda error: error.of_tolerance)
+    verdict = "within tolerance" if report.within_tolerance else "NOT within tolerance"
+    console.print(f"{verdict}: the largest error is {worst.of_tolerance:.2g} of its tolerance ({worst.stage})")
+
+
+def _speed(phase: Phase) -> str:
+    if not phase.num_tokens:
+        return "no tokens"
+    return f"{phase.num_tokens} tokens, {phase.tokens_per_s:,.0f} tokens/s, {phase.gflops:.1f} GFLOP/s"
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title or None, title_justify="left", show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "\n".join(f"{name} {_text(item)}" for name, item in value.items())
+    return str(value)
