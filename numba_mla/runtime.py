@@ -13,7 +13,7 @@ import numpy as np
 from numba.core import config
 
 from . import isa as isas
-from .checks import describe
+from .checks import address, describe
 from .isa import Isa
 from .isa.host import Host, detect
 from .kernels.context import build_context
@@ -80,22 +80,25 @@ def use_isa(name: str) -> Iterator[None]:
 
 
 @cache
-def _select(host: Host, forced: str | None) -> Isa:
-    return isas.select(host, forced)
+def _select(host: Host, dtype: str | None, forced: str | None) -> Isa:
+    return isas.select(host, dtype, forced)
 
 
-def select_isa(argument: str | None = None) -> Isa:
-    """The record for a call: its own argument, else ``use_isa``, else ``NUMBA_MLA_ISA``, else the best."""
+def select_isa(argument: str | None = None, dtype: str | None = None) -> Isa:
+    """The record for a call: its own argument, else ``use_isa``, else ``NUMBA_MLA_ISA``, else the best.
+
+    Where that one does not take the element type, its companion does.
+    """
     if argument is None:
-        return _select(host(), _forced.get() or os.environ.get("NUMBA_MLA_ISA") or None)
+        return _select(host(), dtype, _forced.get() or os.environ.get("NUMBA_MLA_ISA") or None)
     if not isinstance(argument, str):
         raise TypeError(f"isa: expected a name such as 'generic', got {describe(argument)}")
-    return _select(host(), argument)
+    return _select(host(), dtype, argument)
 
 
-def context_for(argument: str | None = None) -> np.ndarray:
+def context_for(argument: str | None = None, dtype: str | None = None) -> np.ndarray:
     """The table of functions for a call."""
-    return build_context(select_isa(argument), host().triple)
+    return build_context(select_isa(argument, dtype), host().triple)
 
 
 class _Workspace(threading.local):
@@ -104,12 +107,16 @@ class _Workspace(threading.local):
     def __init__(self) -> None:
         self.memory = np.empty(0, np.uint8)
 
-    def reserve(self, num_bytes: int) -> int:
-        """The address of that many bytes on a cache line's boundary."""
+    def reserve(self, num_bytes: int) -> np.ndarray:
+        """That many bytes from a cache line's boundary on.
+
+        The caller keeps the array while a kernel uses its address: this object may let go of the memory before,
+        when a signal handler's call grows it, or when the interpreter ends under a thread that computes.
+        """
         if self.memory.size < num_bytes + _LINE:
             self.memory = np.empty(num_bytes + _LINE, np.uint8)
-        start = self.memory.ctypes.data
-        return -(-start // _LINE) * _LINE
+        start = -address(self.memory) % _LINE
+        return self.memory[start : start + num_bytes]
 
 
 workspace = _Workspace()

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import numba_mla
+from numba_mla.runtime import select_isa
 from numba_mla.testing.inputs import decode_problem, latent_problem
 from numba_mla.testing.tolerance import decode_bounds, extend_bounds
 
@@ -14,19 +15,28 @@ DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 EXTEND_ONLY = ("query_start_loc", "causal")
 
 
+def p_rounding(problem):
+    """u_P of the instruction set in force for a problem's element type."""
+    return select_isa(None, problem["q"].dtype.name).p_rounding
+
+
 def assert_extends(problem, **options):
     """Run extend and hold it to the reference; return what it gave."""
     out, lse = numba_mla.extend(**problem, **options)
     target = options.get("out")
-    bounds = extend_bounds(**problem, **{k: v for k, v in options.items() if k == "causal"},
-                           out_dtype=None if target is None else target.dtype)  # fmt: skip
+    bounds = extend_bounds(
+        **problem,
+        **{k: v for k, v in options.items() if k == "causal"},
+        out_dtype=None if target is None else target.dtype,
+        p_rounding=p_rounding(problem),
+    )
     assert bounds.excess(out, lse) <= 1
     return out, lse
 
 
 def assert_decodes(problem, **options):
     out, lse = numba_mla.decode(**problem, **options)
-    assert decode_bounds(**problem).excess(out, lse) <= 1
+    assert decode_bounds(**problem, p_rounding=p_rounding(problem)).excess(out, lse) <= 1
     return out, lse
 
 
@@ -89,7 +99,7 @@ def test_requests_without_keys(isa, rng, seq_lens):
     returned = numba_mla.decode(**problem, out=out, lse=lse)
     assert returned[0] is out
     assert returned[1] is lse
-    assert decode_bounds(**problem).excess(out, lse) <= 1
+    assert decode_bounds(**problem, p_rounding=p_rounding(problem)).excess(out, lse) <= 1
     for request, seq_len in enumerate(seq_lens):
         if seq_len == 0:
             assert (out[request] == 0).all()

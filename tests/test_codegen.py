@@ -9,17 +9,39 @@ import pytest
 
 from numba_mla import runtime
 from numba_mla.codegen import blocks, link, module, stages
-from numba_mla.codegen.vector import FLOATS, exp2_twin
-from numba_mla.isa import host, select
+from numba_mla.codegen.vector import FLOATS, FORMATS, exp2_twin
+from numba_mla.isa import avx512f, host, select
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
 
 
-def function(name, num_pointers_and_ints, *floats, returns=None):
-    """A generated function of this machine's record, callable with addresses, integers, then floats."""
-    addresses = link.link(runtime.select_isa(), runtime.host().triple)
+def function(record, name, num_pointers_and_ints, *floats, returns=None):
+    """A generated function of a record, callable with addresses, integers, then floats."""
+    addresses = link.link(record, runtime.host().triple)
     kinds = [ctypes.c_int64] * num_pointers_and_ints + [ctypes.c_float] * len(floats)
     return ctypes.CFUNCTYPE(returns, *kinds)(addresses[name])
+
+
+def draw_steps(rng, record, rows, steps):
+    """Rows of dot steps: float32, or pairs of native elements in the bits of one."""
+    if record.k_pack == 1:
+        return rng.standard_normal((rows, steps), dtype=np.float32)
+    native = rng.standard_normal((rows, steps * record.k_pack), dtype=np.float32).astype(DTYPES[record.native])
+    return native.view(np.float32)
+
+
+def join_keys(record, rows):
+    """Native value rows, (keys, columns), to steps of k_pack keys: (steps, columns) in the bits of float32."""
+    if record.k_pack == 1:
+        return rows
+    pairs = rows.reshape(-1, record.k_pack, rows.shape[1]).swapaxes(1, 2)
+    return np.ascontiguousarray(pairs).view(np.float32)[..., 0]
 
 
 def at(array):
@@ -41,23 +63,22 @@ def sizes(record):
     return record.vector_width, dots, values
 
 
-@pytest.mark.parametrize("k", [1, 3, 15, 16, 17, 33, 576])
+@pytest.mark.parametrize("k", [1, 3, 15, 16, 17, 33, 288])
 @pytest.mark.parametrize("accumulate", [0, 1])
 def test_dot_block(record, rng, k, accumulate):
     """Every shape, with k tails, strides wider than the block, canaries around C, sums in the order of k."""
     width, dots, _ = sizes(record)
     for rows, vectors in dots:
         columns = vectors * width
-        a = rng.standard_normal((rows, k + 3), dtype=np.float32)
-        b = rng.standard_normal((k, columns + 5), dtype=np.float32)
+        a, b = draw_steps(rng, record, rows, k + 3), draw_steps(rng, record, k, columns + 5)
         c = rng.standard_normal((rows + 2, columns + 4), dtype=np.float32)
         expected = c.copy()
         sums = expected[1:-1, 2:-2] if accumulate else np.zeros((rows, columns), np.float32)
         for step in range(k):
-            sums = record.multiply_add.twin(a[:, step, None], b[None, step, :columns], sums)
+            sums = record.multiply_add.twin(a[:, step : step + 1].copy(), b[step : step + 1, :columns].copy(), sums)
         expected[1:-1, 2:-2] = sums
         pointers = rows_of(a)
-        function(blocks.dot_name(rows, vectors), 8)(
+        function(record, blocks.dot_name(rows, vectors), 8)(
             at(pointers), at(pointers), at(b), b.strides[0], k, at(c[1:, 2:]), c.strides[0], accumulate
         )
         np.testing.assert_array_equal(c, expected)
@@ -69,18 +90,20 @@ def test_value_block(record, rng, accumulate):
     keys = 3 * blocks.VALUE_UNROLL
     for lanes, vectors in values:
         columns = vectors * width
-        v = rng.standard_normal((keys, columns + 9), dtype=np.float32)
-        p = rng.random((keys, lanes + 3), dtype=np.float32)
+        v = rng.standard_normal((keys, columns + 9), dtype=np.float32).astype(DTYPES[record.native])
+        p = draw_steps(rng, record, keys // record.k_pack, lanes + 3)
         alpha = rng.random(lanes, dtype=np.float32)
         o = rng.standard_normal((lanes + 2, columns + 4), dtype=np.float32)
         expected = o.copy()
         sums = expected[1:-1, 2:-2] * alpha[:, None] if accumulate else np.zeros((lanes, columns), np.float32)
-        for key in range(keys):
-            sums = record.multiply_add.twin(p[key, :lanes, None], v[None, key, 5 : 5 + columns], sums)
+        joined = join_keys(record, v[:, 5 : 5 + columns])
+        for step in range(keys // record.k_pack):
+            weight = p[step, :lanes].copy()[:, None]
+            sums = record.multiply_add.twin(weight, joined[step : step + 1].copy(), sums)
         expected[1:-1, 2:-2] = sums
         pointers = rows_of(v)
-        function(blocks.value_name(lanes, vectors), 9)(
-            at(pointers), 20, keys, at(p), p.strides[0], at(o[1:, 2:]), o.strides[0], at(alpha), accumulate
+        function(record, blocks.value_name(lanes, vectors), 9)(
+            at(pointers), 5 * v.itemsize, keys, at(p), p.strides[0], at(o[1:, 2:]), o.strides[0], at(alpha), accumulate
         )
         np.testing.assert_array_equal(o, expected)
 
@@ -103,19 +126,30 @@ def test_softmax_over_a_tile(record, rng, keys):
     length, alpha = rng.random(lanes, dtype=np.float32), np.empty(lanes, np.float32)
     c = np.float32(0.3)
     work, new_m, new_l = scores.copy(), m.copy(), length.copy()
-    function("softmax", 8, c)(at(work), work.strides[0], keys, padded, lanes, at(new_m), at(new_l), at(alpha), c)
+    function(record, "softmax", 8, c)(
+        at(work), work.strides[0], keys, padded, lanes, at(new_m), at(new_l), at(alpha), c
+    )
     maximum = np.fmax(m, np.fmax.reduce(scores[:keys], axis=0))
     p = exp2_twin((scores[:keys] - maximum) * c)
     np.testing.assert_array_equal(new_m, maximum)
-    np.testing.assert_allclose(work[:keys], p, rtol=2**-20)
-    assert (work[keys:padded] == 0).all()
+    found, unit = probabilities(record, work, padded)
+    np.testing.assert_allclose(found[:keys], p, rtol=2**-20 + unit)
+    assert (found[keys:padded] == 0).all()
     np.testing.assert_array_equal(work[padded:], scores[padded:])
     np.testing.assert_allclose(alpha, exp2_twin((m - maximum) * c), rtol=2**-20)
     np.testing.assert_allclose(new_l, length * alpha + p.sum(axis=0, dtype=np.float64), rtol=2**-16)
-    assert np.isnan(work[0, 3])
-    assert (work[:keys, 6] == 0).all()
+    assert np.isnan(found[0, 3])
+    assert (found[:keys, 6] == 0).all()
     assert alpha[6] == 1  # nothing seen, nothing changed
     assert new_l[6] == length[6]
+
+
+def probabilities(record, work, padded):
+    """What the softmax left of a tile, (keys, lanes), and the unit roundoff that it was rounded to."""
+    if record.k_pack == 1:
+        return work[:padded], 0.0
+    pairs = work[: padded // 2].view(DTYPES[record.native]).astype(np.float32)
+    return pairs.reshape(padded // 2, -1, 2).swapaxes(1, 2).reshape(padded, -1), 2.0**-8
 
 
 def test_exp2_is_accurate_exact_at_zero_and_zero_at_the_bottom(record, rng):
@@ -132,8 +166,10 @@ def test_exp2_is_accurate_exact_at_zero_and_zero_at_the_bottom(record, rng):
             np.zeros(lanes, np.float32),
             np.zeros(lanes, np.float32),
         )
-        function("softmax", 8, 1.0)(at(scores), scores.strides[0], 1, 4, lanes, at(m), at(length), at(alpha), 1.0)
-        out[first : first + lanes] = scores[0]
+        function(record, "softmax", 8, 1.0)(
+            at(scores), scores.strides[0], 1, 4, lanes, at(m), at(length), at(alpha), 1.0
+        )
+        out[first : first + lanes] = length  # the sum of one key, before any rounding
     exact = np.exp2(x.astype(np.float64))
     normal = x >= -126
     assert (abs(out[normal] / exact[normal] - 1) < 2**-22).all()
@@ -143,23 +179,65 @@ def test_exp2_is_accurate_exact_at_zero_and_zero_at_the_bottom(record, rng):
 
 @pytest.mark.parametrize("n", [1, 5, 16, 31, 100])
 def test_rows_of_every_format(record, rng, n):
-    """Widening, narrowing and packing, exact, with canaries at both ends."""
+    """Widening and narrowing, exact, with canaries at both ends."""
     width = record.vector_width
     for element in FLOATS:
         dtype = DTYPES[element.name]
         rows = rng.standard_normal((width, n + 2), dtype=np.float32).astype(dtype)
         wide = np.full(n + 2, 7.5, np.float32)
-        function(f"widen_{element.name}", 4)(at(wide[1:]), at(rows[0, 1:]), n, at(rows))
+        function(record, f"widen_{element.name}", 4)(at(wide[1:]), at(rows[0, 1:]), n, at(rows))
         np.testing.assert_array_equal(wide[1:-1], rows[0, 1:-1].astype(np.float32))
         narrow = np.full(n + 2, 7.5, dtype)
-        function(f"narrow_{element.name}", 3)(at(narrow[1:]), at(wide[1:]), n)
+        function(record, f"narrow_{element.name}", 3)(at(narrow[1:]), at(wide[1:]), n)
         np.testing.assert_array_equal(narrow[1:-1], rows[0, 1:-1])
-        packed = np.full((n, width + 2), 7.5, np.float32)
-        pointers = rows_of(rows[:, 1:])
-        function(f"pack_{element.name}", 4)(at(packed[:, 1:]), packed.strides[0], at(pointers), n)
-        np.testing.assert_array_equal(packed[:, 1:-1], rows[:, 1:-1].T.astype(np.float32))
-        for edges in (wide[[0, -1]], narrow[[0, -1]], packed[:, [0, -1]]):
+        for edges in (wide[[0, -1]], narrow[[0, -1]]):
             assert (edges == np.asarray(7.5, edges.dtype)).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 31, 33, 100])
+def test_packing_queries(record, rng, n):
+    """Rows to [step][lane], a last odd element joined by zero, with canaries beside the lanes."""
+    width = record.vector_width
+    for name in record.dtypes:
+        rows = rng.standard_normal((width, n + 2), dtype=np.float32).astype(DTYPES[name])
+        steps = -(-n // record.k_pack)
+        packed = np.full((steps, width + 2), 7.5, np.float32)
+        pointers = rows_of(rows[:, 1:])
+        function(record, f"pack_{name}", 4)(at(packed[:, 1:]), packed.strides[0], at(pointers), n)
+        if record.k_pack == 1:
+            expected = rows[:, 1:-1].astype(np.float32)
+        else:
+            filled = np.zeros((width, 2 * steps), DTYPES[record.native])
+            filled[:, :n] = rows[:, 1:-1]
+            expected = filled.view(np.float32)
+        assert packed[:, 1:-1].tobytes() == np.ascontiguousarray(expected.T).tobytes()
+        assert (packed[:, [0, -1]] == 7.5).all()
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 31, 100])
+def test_rows_to_the_native_type(record, rng, n):
+    """Exact where the native type holds the values; where a step takes two, a zero follows."""
+    exact = [
+        element for element in FORMATS if record.k_pack == 1 or element.num_bytes == 1 or element.name == record.native
+    ]
+    for element in exact:
+        dtype, native = DTYPES[element.name], DTYPES[record.native]
+        row = rng.standard_normal(n + 2, dtype=np.float32).astype(dtype)
+        out = np.full(n + 3, 7.5, native)
+        function(record, f"native_{element.name}", 4)(at(out[1:]), at(row[1:]), n, at(row))
+        np.testing.assert_array_equal(out[1 : n + 1].astype(np.float32), row[1:-1].astype(np.float32))
+        after = out[n + 1].astype(np.float32)
+        assert after == (7.5 if record.k_pack == 1 else 0)
+        assert out[0].astype(np.float32) == out[-1].astype(np.float32) == 7.5
+
+
+def test_pairs_of_rows_to_float32(record, rng):
+    width = record.vector_width
+    for element in FORMATS:
+        pairs = rng.standard_normal((3, 2 * width, 2), dtype=np.float32).astype(DTYPES[element.name])
+        out = np.empty((6, 2 * width), np.float32)
+        function(record, f"widen_pairs_{element.name}", 4)(at(out), at(pairs), 3, 2 * width)
+        np.testing.assert_array_equal(out, pairs.swapaxes(1, 2).reshape(6, -1).astype(np.float32))
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -167,10 +245,10 @@ def test_all_codes_widen_and_come_back(record, name):
     codes = np.arange(2**16, dtype=np.uint16)
     values = codes.view(DTYPES[name])
     wide, back = np.empty(2**16, np.float32), np.empty(2**16, np.uint16)
-    function(f"widen_{name}", 4)(at(wide), at(values), 2**16, at(values))
+    function(record, f"widen_{name}", 4)(at(wide), at(values), 2**16, at(values))
     np.testing.assert_array_equal(wide, values.astype(np.float32))
     assert (np.signbit(wide) == (codes >> 15 == 1))[~np.isnan(wide)].all()
-    function(f"narrow_{name}", 3)(at(back), at(wide), 2**16)
+    function(record, f"narrow_{name}", 3)(at(back), at(wide), 2**16)
     nan = np.isnan(wide)
     np.testing.assert_array_equal(back[~nan], codes[~nan])
     assert np.isnan(back.view(DTYPES[name])[nan].astype(np.float32)).all()
@@ -188,7 +266,7 @@ def test_narrowing_rounds_to_nearest_even(record, rng, name):
     edges = np.float32([65504, 65519, 65520, 65536, 3.4e38, np.inf, -np.inf, 2**-25, 2**-24, -0.0])
     x = np.concatenate([ties, above, below, bits, edges])
     out = np.empty(len(x), dtype)
-    function(f"narrow_{name}", 3)(at(out), at(x), len(x))
+    function(record, f"narrow_{name}", 3)(at(out), at(x), len(x))
     with np.errstate(over="ignore", invalid="ignore"):
         expected = x.astype(dtype)
     nan = np.isnan(x)
@@ -197,9 +275,10 @@ def test_narrowing_rounds_to_nearest_even(record, rng, name):
 
 
 def test_any_nonfinite(record, rng):
-    probe = function("any_nonfinite", 3, returns=ctypes.c_int64)
+    probe = function(record, "any_nonfinite", 3, returns=ctypes.c_int64)
+    native = DTYPES[record.native]
     for n in (1, 15, 16, 40):
-        rows = rng.standard_normal((5, n + 1), dtype=np.float32)
+        rows = rng.standard_normal((5, n + 1), dtype=np.float32).astype(native)
         rows[:, n] = np.nan  # past the end
         pointers = rows_of(rows)
         assert probe(at(pointers), 5, n) == 0
@@ -214,7 +293,7 @@ def test_any_nonfinite(record, rng):
 
 def test_scale_leaves_no_negative_zero(record):
     row = np.float32([-0.0, 0.0, -1e-45, 3.0])
-    function("scale", 2, 1.0)(at(row), 4, 0.25)
+    function(record, "scale", 2, 1.0)(at(row), 4, 0.25)
     assert not np.signbit(row).any()
     assert row[3] == 0.75
 
@@ -241,7 +320,7 @@ ARM = fake_host("neoverse-n1", "+neon", "aarch64-unknown-linux-gnu")
 )
 def test_generic_assembly_for_other_machines(machine, present, absent):
     """Portable vectors become each machine's own, and nothing that it does not have."""
-    code = link.assembly(select(machine, "generic"), machine.triple)
+    code = link.assembly(select(machine, forced="generic"), machine.triple)
     assert re.search(present, code)
     assert not re.search(absent, code)
 
@@ -260,15 +339,34 @@ def inner_loop(code, symbol):
     return max(loops, key=len)
 
 
-@pytest.mark.parametrize("machine", [PLAIN, AVX2, AVX512], ids=["x86-64", "haswell", "skylake-avx512"])
-def test_no_vector_spills_in_the_inner_loops(machine):
-    record = select(machine, "generic")
+SAPPHIRE = fake_host("sapphirerapids", ",".join(f"+{name}" for name in (*avx512f.NEEDED, "avx", "avx512bf16")))
+RECORDS = [
+    *((machine, "generic") for machine in (PLAIN, AVX2, AVX512)),
+    (SAPPHIRE, "avx2"),
+    (SAPPHIRE, "avx512f"),
+    (SAPPHIRE, "avx512bf16"),
+]
+
+
+@pytest.mark.parametrize(("machine", "name"), RECORDS, ids=lambda x: x if isinstance(x, str) else x.cpu)
+def test_no_vector_spills_in_the_inner_loops(machine, name):
+    record = select(machine, forced=name)
     code = link.assembly(record, machine.triple)
     dots, values = module.block_shapes(record)
     for symbol in [blocks.dot_name(*shape) for shape in dots] + [blocks.value_name(*shape) for shape in values]:
         loop = inner_loop(code, symbol)
         spills = [line for line in loop if re.search(r"\(%rsp\)", line) and re.search(r"%[xyz]mm", line)]
         assert not spills, f"{symbol}: {spills[:3]}"
+        if name != "generic":
+            dot = "vdpbf16ps" if name == "avx512bf16" else "vfmadd"
+            register = "%ymm" if name == "avx2" else "%zmm"
+            assert any(dot in line and register in line for line in loop), symbol
+
+
+def test_avx2_has_no_wider_registers():
+    code = link.assembly(select(SAPPHIRE, forced="avx2"), SAPPHIRE.triple)
+    assert "%zmm" not in code
+    assert not re.search(r"%[xy]mm(1[6-9]|2\d|3[01])", code)
 
 
 def test_text_is_stable():

@@ -23,14 +23,52 @@ from numba_mla.isa.host import Host
     ],
 )
 def test_generic_takes_the_hosts_vectors(features, triple, width):
-    record = select(Host(triple, "any", features), "generic")
+    record = select(Host(triple, "any", features), forced="generic")
     assert record.name == "generic"
     assert record.vector_width == width
 
 
+V3 = "+avx,+avx2,+fma"
+V4 = V3 + ",+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("features", "bfloat16", "float32"),
+    [
+        ("", "generic", "generic"),
+        (V3, "avx2", "avx2"),
+        (V3 + ",-avx512f", "avx2", "avx2"),
+        (V3 + ",+avx512f", "avx2", "avx2"),  # without the rest of x86-64-v4
+        (V4, "avx512f", "avx512f"),
+        (V4 + ",+avx512bf16", "avx512bf16", "avx512f"),
+        (V4 + ",+avx512bf16,-amx-tile", "avx512bf16", "avx512f"),
+        ("+avx512bf16", "generic", "generic"),  # XCR0 bits off
+    ],
+)
+def test_choice_on_fake_hosts(features, bfloat16, float32):
+    machine = Host("x86_64-unknown-linux-gnu", "any", features)
+    assert select(machine, "bfloat16").name == bfloat16
+    assert select(machine, "float32").name == float32
+    assert select(machine, "float16").name == float32
+    assert select(machine).name == bfloat16
+    assert select(machine, "bfloat16", "generic").name == "generic"
+
+
+def test_a_forced_one_leaves_other_types_to_its_companion():
+    machine = Host("x86_64-unknown-linux-gnu", "any", V4 + ",+avx512bf16")
+    assert select(machine, "bfloat16", "avx512bf16").name == "avx512bf16"
+    assert select(machine, "float32", "avx512bf16").name == "avx512f"
+
+
+def test_every_record_is_named_as_it_is_selected():
+    machine = Host("x86_64-unknown-linux-gnu", "any", V4 + ",+avx512bf16")
+    for name in available_isas(machine):
+        assert select(machine, forced=name).name == name
+
+
 def test_unknown_name_is_a_clear_error():
     with pytest.raises(numba_mla.IsaUnavailableError, match="isa: expected one that this machine can run"):
-        select(Host("x86_64-unknown-linux-gnu", "any", ""), "sse9")
+        select(Host("x86_64-unknown-linux-gnu", "any", ""), forced="sse9")
     with pytest.raises(numba_mla.IsaUnavailableError, match="sse9"), numba_mla.use_isa("sse9"):
         pass
     with pytest.raises(numba_mla.IsaUnavailableError, match="sse9"):

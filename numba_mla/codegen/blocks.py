@@ -43,7 +43,8 @@ class _TileWriter:
 
     def _write(self, op: TileOp, **operands: str) -> str:
         result = next(self.names)
-        text = op.text.format(result=result, width=self.isa.vector_width, **operands)
+        width = self.isa.vector_width
+        text = op.text.format(result=result, width=width, half=2 * width, **operands)
         self.function.lines.extend(text.splitlines())
         return result
 
@@ -103,8 +104,9 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
     """``O[lane, column] = O[lane, column] alpha[lane] + sum_k P[k, lane] V[k, column]``.
 
     Arguments of the function: ``v``, the addresses of the value rows, and ``at``, the bytes from there to the
-    block's first column; ``k`` keys, a multiple of the unrolling; ``p`` with ``ldp`` bytes a key; ``o`` with
-    ``ldo`` bytes a lane; ``alpha``, the lanes' rescaling; ``accumulate``, 0 to start from zero.
+    block's first column; ``k`` keys, a multiple of the unrolling; ``p`` with ``ldp`` bytes a step of
+    ``k_pack`` keys; ``o`` with ``ldo`` bytes a lane; ``alpha``, the lanes' rescaling; ``accumulate``, 0 to
+    start from zero.
     """
     f = Function(
         value_name(lanes, vectors),
@@ -117,24 +119,77 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
     sums = _start_sums(f, isa, target, vectors)
     for i in range(lanes):
         alpha = f.splat(isa.vector_width, "float", f.load("float", f.offset("%alpha", 4 * i)))
-        for j in range(vectors):
-            sums[i * vectors + j] = f.value(f"fmul {kind} {sums[i * vectors + j]}, {alpha}")
+        scaled = [f.value(f"fmul {kind} {total}, {alpha}") for total in sums[i * vectors : (i + 1) * vectors]]
+        sums[i * vectors : (i + 1) * vectors] = _to_step_order(f, isa, scaled)
     with f.loop(0, "%k", VALUE_UNROLL, [(kind, s) for s in sums]) as loop:
         sums = list(loop.carried)
         rows = f.offset("%v", f.value(f"shl i64 {loop.index}, 3"))
-        weights = f.offset("%p", f.value(f"mul i64 {loop.index}, %ldp"))
-        for u in range(VALUE_UNROLL):
-            row = f.offset(f.load("ptr", f.offset(rows, 8 * u), align=8), "%at")
-            value = [f.load(kind, f.offset(row, j * isa.vector_bytes)) for j in range(vectors)]
+        step = f.value(f"udiv i64 {loop.index}, {isa.k_pack}")
+        weights = f.offset("%p", f.value(f"mul i64 {step}, %ldp"))
+        for u in range(0, VALUE_UNROLL, isa.k_pack):
+            row = [f.offset(f.load("ptr", f.offset(rows, 8 * (u + key)), align=8), "%at") for key in range(isa.k_pack)]
+            value = _load_values(f, isa, row, vectors)
             for i in range(lanes):
                 weight = write.broadcast(f.offset(weights, STEP_BYTES * i))
                 for j in range(vectors):
                     sums[i * vectors + j] = write.multiply_add(weight, value[j], sums[i * vectors + j])
-            if u + 1 < VALUE_UNROLL:
+            if u + isa.k_pack < VALUE_UNROLL:
                 weights = f.offset(weights, "%ldp")
         loop.following = sums
-    _store_block(f, isa, target, loop.carried, vectors)
+    sums = []
+    for i in range(lanes):
+        sums += _to_column_order(f, isa, loop.carried[i * vectors : (i + 1) * vectors])
+    _store_block(f, isa, target, sums, vectors)
     return f
+
+
+def _load_values(f: Function, isa: Isa, row: list[str], vectors: int) -> list[str]:
+    """Vectors of values of the keys of one step, each lane holding one column of all its keys.
+
+    For two keys these are the low and the high halves of each 128 bits, interleaved (one unpack each): the
+    columns come in another order than in memory, which ``_to_step_order`` matches.
+    """
+    width = isa.vector_width
+    if isa.k_pack == 1:
+        return [f.load(f"<{width} x float>", f.offset(row[0], j * isa.vector_bytes)) for j in range(vectors)]
+    halves = f"<{2 * width} x i16>"
+    values = []
+    for j in range(vectors // 2):
+        first, second = (f.load(halves, f.offset(pointer, j * isa.vector_bytes)) for pointer in row)
+        for start in (0, 4):
+            columns = [8 * lane + start + i for lane in range(width // 4) for i in range(4)]
+            indices = ", ".join(f"i32 {c}, i32 {c + 2 * width}" for c in columns)
+            pairs = f.value(f"shufflevector {halves} {first}, {halves} {second}, <{2 * width} x i32> <{indices}>")
+            values.append(f.value(f"bitcast {halves} {pairs} to <{width} x float>"))
+    return values
+
+
+def _to_step_order(f: Function, isa: Isa, sums: list[str]) -> list[str]:
+    """One lane's sums from the order of columns in memory to that of ``_load_values``."""
+    width = isa.vector_width
+    low = [8 * (n // 4) + n % 4 for n in range(width)]
+    return _shuffle_pairs(f, isa, sums, low, [column + 4 for column in low])
+
+
+def _to_column_order(f: Function, isa: Isa, sums: list[str]) -> list[str]:
+    """The inverse of ``_to_step_order``."""
+    width = isa.vector_width
+    place = [4 * (c // 8) + c % 4 + (width if c % 8 >= 4 else 0) for c in range(2 * width)]
+    return _shuffle_pairs(f, isa, sums, place[:width], place[width:])
+
+
+def _shuffle_pairs(f: Function, isa: Isa, sums: list[str], low: list[int], high: list[int]) -> list[str]:
+    """Pick two vectors from each two; nothing to do where a step takes one key."""
+    if isa.k_pack == 1:
+        return list(sums)
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    shuffled = []
+    for j in range(0, len(sums), 2):
+        for picks in (low, high):
+            indices = ", ".join(f"i32 {n}" for n in picks)
+            pair = f"{kind} {sums[j]}, {kind} {sums[j + 1]}"
+            shuffled.append(f.value(f"shufflevector {pair}, <{width} x i32> <{indices}>"))
+    return shuffled
 
 
 def build_peak(isa: Isa) -> Function:

@@ -26,11 +26,11 @@ def block_shapes(isa: Isa) -> tuple[list[tuple[int, int]], list[tuple[int, int]]
     Key rows are padded (with rows of zeros), so scores need one row count; lanes of an item and rows of a
     product are exact.
     """
-    rows, vectors = isa.score_block
+    rows, vectors = isa.blocks.score
     dots = {(rows, v) for v in range(1, vectors + 1)}
-    dots |= {(r, isa.weight_block[1]) for r in halvings(isa.weight_block[0])}
-    lanes, columns = isa.value_block
-    values = {(n, v) for n in halvings(lanes) for v in range(1, columns + 1)}
+    dots |= {(r, isa.blocks.weight[1]) for r in halvings(isa.blocks.weight[0])}
+    lanes, columns = isa.blocks.value
+    values = {(n, v) for n in halvings(lanes) for v in range(isa.k_pack, columns + 1, isa.k_pack)}
     return sorted(dots), sorted(values)
 
 
@@ -52,14 +52,17 @@ def build_module(isa: Isa, triple: str) -> str:
         stages.build_any_nonfinite(isa),
         stages.build_copy(),
         *(stages.build_widen(isa, element) for element in FORMATS),
-        *(build(isa, element) for element in FLOATS for build in (stages.build_narrow, stages.build_pack)),
+        *(stages.build_widen_pairs(isa, element) for element in FORMATS),
+        *(stages.build_native(isa, element) for element in FORMATS),
+        *(stages.build_narrow(isa, element) for element in FLOATS),
+        *(stages.build_pack(isa, element) for element in FLOATS if element.name in isa.dtypes),
         *(stages.build_quantise(isa, element) for element in FLOAT8S),
     ]
     body = "\n\n".join(function.text("#0") for function in functions)
     attributes = f'nounwind "target-cpu"="{isa.cpu}" "target-features"="{isa.features}"'
     declarations = {*_DECLARATIONS, *(_multiply_add(width) for width in (1, isa.vector_width))}
     for op in (isa.broadcast, isa.multiply_add):
-        declarations.update(line.format(width=isa.vector_width) for line in op.declarations)
+        declarations.update(line.format(width=isa.vector_width, half=2 * isa.vector_width) for line in op.declarations)
     parts = [
         f'target triple = "{triple}"',
         *sorted(declarations),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..isa import Isa
 from .text import Function
-from .vector import ElementFormat, constant, emit_exp2, integers, multiply_add
+from .vector import FORMATS, ElementFormat, constant, emit_exp2, integers, multiply_add
 
 # A key that a lane does not see scores MASKED. A lane's maximum starts at NO_MAXIMUM, which is finite, so
 # that no difference is ever inf - inf: a masked key gets a probability of exactly 0 whatever the scale, and a
@@ -45,8 +45,9 @@ def build_mask(isa: Isa) -> Function:
 def build_softmax(isa: Isa) -> Function:
     """One key tile of the online softmax, down the keys, in place.
 
-    ``m' = max(m, S)``, ``P = 2**((S - m') c)``, ``alpha = 2**((m - m') c)``, ``l = l alpha + sum P``; rows
-    from ``keys`` to ``padded`` become 0. A NaN score passes the maximum by and makes P, and so l, NaN.
+    ``m' = max(m, S)``, ``P = 2**((S - m') c)``, ``alpha = 2**((m - m') c)``, ``l = l alpha + sum P``; keys from
+    ``keys`` to ``padded`` get 0. A NaN score passes the maximum by and makes P, and so l, NaN. P is left as the
+    value product takes it: float32 a key, or pairs of keys rounded to 16 bits, in the first half of the rows.
 
     Arguments of the function: ``s`` with ``lds`` bytes a key; ``keys``, ``padded``; ``lanes``, a multiple of
     the vector; ``m``, ``l``, ``alpha``, float32 a lane; ``c``, scale times log2(e).
@@ -55,7 +56,6 @@ def build_softmax(isa: Isa) -> Function:
                              ("ptr", "m"), ("ptr", "l"), ("ptr", "alpha"), ("float", "c")])  # fmt: skip
     width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
     c = f.splat(width, "float", "%c")
-    zero = constant(width, 0.0)
     with f.loop(0, "%lanes", width) as lane:
         at = f.value(f"shl i64 {lane.index}, 2")
         column = f.offset("%s", at)
@@ -65,20 +65,57 @@ def build_softmax(isa: Isa) -> Function:
             higher = f.value(f"fcmp ogt {kind} {score}, {key.carried[0]}")
             key.following = [f.value(f"select <{width} x i1> {higher}, {kind} {score}, {kind} {key.carried[0]}")]
         maximum = key.carried[0]
-        with f.loop(0, "%keys", 1, [(kind, zero)]) as key:
-            pointer = f.offset(column, f.value(f"mul i64 {key.index}, %lds"))
-            p = _exp2_of_difference(f, width, f.load(kind, pointer), maximum, c)
-            f.store(kind, p, pointer)
-            key.following = [f.value(f"fadd {kind} {key.carried[0]}, {p}")]
-        total = key.carried[0]
-        with f.loop("%keys", "%padded", 1) as key:
-            f.store(kind, zero, f.offset(column, f.value(f"mul i64 {key.index}, %lds")))
+        total = _emit_probabilities(f, isa, column, maximum, c)
         alpha = _exp2_of_difference(f, width, before, maximum, c)
         f.store(kind, maximum, f.offset("%m", at))
         f.store(kind, alpha, f.offset("%alpha", at))
         length = f.offset("%l", at)
         f.store(kind, multiply_add(f, width, f.load(kind, length), alpha, total), length)
     return f
+
+
+def _emit_probabilities(f: Function, isa: Isa, column: str, maximum: str, c: str) -> str:
+    """Scores of one vector of lanes to probabilities, in place; their sum, of float32 before any rounding."""
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    zero = constant(width, 0.0)
+
+    def row(index: str) -> str:
+        return f.offset(column, f.value(f"mul i64 {index}, %lds"))
+
+    def probability(index: str) -> str:
+        return _exp2_of_difference(f, width, f.load(kind, row(index)), maximum, c)
+
+    whole = f.value(f"and i64 %keys, {-isa.k_pack}")
+    with f.loop(0, whole, isa.k_pack, [(kind, zero)]) as key:
+        step, total = [], key.carried[0]
+        for n in range(isa.k_pack):
+            step.append(probability(key.index if n == 0 else f.value(f"add i64 {key.index}, {n}")))
+            total = f.value(f"fadd {kind} {total}, {step[-1]}")
+        f.store(kind, _join_step(f, isa, step), row(f.value(f"udiv i64 {key.index}, {isa.k_pack}")))
+        key.following = [total]
+    # The key that is left over where a step takes two.
+    with f.loop(whole, "%keys", 1, [(kind, key.carried[0])]) as rest:
+        p = probability(rest.index)
+        rest.following = [f.value(f"fadd {kind} {rest.carried[0]}, {p}")]
+        last = _join_step(f, isa, [p] + [zero] * (isa.k_pack - 1))
+        f.store(kind, last, row(f.value(f"udiv i64 {rest.index}, {isa.k_pack}")))
+    steps = f.value(f"udiv i64 {f.value(f'add i64 %keys, {isa.k_pack - 1}')}, {isa.k_pack}")
+    with f.loop(steps, f.value(f"udiv i64 %padded, {isa.k_pack}"), 1) as padding:
+        f.store(kind, zero, row(padding.index))
+    return rest.carried[0]
+
+
+def _join_step(f: Function, isa: Isa, step: list[str]) -> str:
+    """Probabilities of the keys of one step in one vector: themselves, or two rounded to the native 16 bits."""
+    if isa.k_pack == 1:
+        return step[0]
+    width, bits = isa.vector_width, f"<{isa.vector_width} x i32>"
+    low, high = (
+        f.value(f"zext <{width} x i16> {f.value(f'bitcast <{width} x bfloat> {rounded} to <{width} x i16>')} to {bits}")
+        for rounded in [f.value(f"fptrunc <{width} x float> {p} to <{width} x bfloat>") for p in step]
+    )
+    pairs = f.value(f"or {bits} {low}, {f.value(f'shl {bits} {high}, {integers(width, 16)}')}")
+    return f.value(f"bitcast {bits} {pairs} to <{width} x float>")
 
 
 def build_weigh(isa: Isa) -> Function:
@@ -166,6 +203,53 @@ def build_widen(isa: Isa, element: ElementFormat) -> Function:
     return f
 
 
+def build_widen_pairs(isa: Isa, element: ElementFormat) -> Function:
+    """A panel of pairs of rows, [row pair][column][2], to float32 rows; ``columns`` are whole vectors."""
+    f = Function(f"widen_pairs_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "pairs"),
+                                                 ("i64", "columns")])  # fmt: skip
+    width, wide = isa.vector_width, f"<{2 * isa.vector_width} x float>"
+    row_bytes = f.value("shl i64 %columns, 2")
+    with f.loop(0, "%pairs", 1) as pair:
+        source = f.offset(
+            "%source", f.value(f"mul i64 {f.value(f'mul i64 {pair.index}, %columns')}, {2 * element.num_bytes}")
+        )
+        even = f.offset("%target", f.value(f"mul i64 {f.value(f'shl i64 {pair.index}, 1')}, {row_bytes}"))
+        odd = f.offset(even, row_bytes)
+        with f.loop(0, "%columns", width) as column:
+            at = f.value(f"mul i64 {column.index}, {2 * element.num_bytes}")
+            both = element.emit_widen(f, 2 * width, f.load(f"<{2 * width} x {element.llvm}>", f.offset(source, at)))
+            for target, first in ((even, 0), (odd, 1)):
+                indices = ", ".join(f"i32 {2 * n + first}" for n in range(width))
+                part = f.value(f"shufflevector {wide} {both}, {wide} poison, <{width} x i32> <{indices}>")
+                f.store(f"<{width} x float>", part, f.offset(target, f.value(f"shl i64 {column.index}, 2")))
+    return f
+
+
+def build_native(isa: Isa, element: ElementFormat) -> Function:
+    """One row to the native element type, and, where a step takes two, a zero after it to fill the last step.
+
+    ``ahead`` is a row that will be read soon, prefetched alongside.
+    """
+    native = next(known for known in FORMATS if known.name == isa.native)
+    f = Function(f"native_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n"), ("ptr", "ahead")])
+
+    def emit(width: int, at: str) -> None:
+        index = f.value(f"lshr i64 {at}, 2")
+        place = f.value(f"mul i64 {index}, {element.num_bytes}")
+        x = f.load(f"<{width} x {element.llvm}>", f.offset("%source", place))
+        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset('%ahead', place)}, i32 0, i32 2, i32 1)")
+        if element is not native:
+            x = native.emit_narrow(f, width, element.emit_widen(f, width, x))
+        f.store(f"<{width} x {native.llvm}>", x, f.offset("%target", f.value(f"mul i64 {index}, {native.num_bytes}")))
+
+    _each_vector(f, isa, emit)
+    if isa.k_pack > 1:
+        f.store(
+            f"<1 x {native.llvm}>", "zeroinitializer", f.offset("%target", f.value(f"mul i64 %n, {native.num_bytes}"))
+        )
+    return f
+
+
 def build_narrow(isa: Isa, element: ElementFormat) -> Function:
     """One row of float32 to the element's format, rounded to nearest even."""
     f = Function(f"narrow_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n")])
@@ -200,7 +284,9 @@ def _narrow_at(f: Function, element: ElementFormat, width: int, at: str, x: str)
 
 
 def build_pack(isa: Isa, element: ElementFormat) -> Function:
-    """One vector's worth of rows to columns: ``target[k, lane] = rows[lane][k]``, in float32.
+    """One vector's worth of rows to columns: ``target[step, lane] = rows[lane][step]``.
+
+    A step is one element, as float32, or two native ones side by side; an odd last one is joined by zero.
 
     Arguments of the function: ``target`` with ``ldt`` bytes a step; ``rows``, as many addresses as a vector
     has lanes; ``n`` elements a row.
@@ -208,32 +294,47 @@ def build_pack(isa: Isa, element: ElementFormat) -> Function:
     f = Function(f"pack_{element.name}", [("ptr", "target"), ("i64", "ldt"), ("ptr", "rows"), ("i64", "n")])
     width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
     rows = [f.load("ptr", f.offset("%rows", 8 * lane), align=8) for lane in range(width)]
-    whole = f.value(f"and i64 %n, {-width}")
+    step_bytes = isa.k_pack * element.num_bytes
+
+    def load(lanes: int, pointer: str) -> str:
+        if isa.k_pack == 1:
+            return element.emit_widen(f, lanes, f.load(f"<{lanes} x {element.llvm}>", pointer))
+        return f.load(f"<{lanes} x float>", pointer)
+
+    steps = f.value(f"udiv i64 %n, {isa.k_pack}")
+    whole = f.value(f"and i64 {steps}, {-width}")
     with f.loop(0, whole, width) as k:
-        at = f.value(f"mul i64 {k.index}, {element.num_bytes}")
-        raw = [f.load(f"<{width} x {element.llvm}>", f.offset(row, at)) for row in rows]
+        at = f.value(f"mul i64 {k.index}, {step_bytes}")
         target = f.offset("%target", f.value(f"mul i64 {k.index}, %ldt"))
-        for column in _transpose(f, width, [element.emit_widen(f, width, x) for x in raw]):
+        for column in _transpose(f, width, [load(width, f.offset(row, at)) for row in rows]):
             f.store(kind, column, target)
             target = f.offset(target, "%ldt")
-    with f.loop(whole, "%n", 1) as k:
-        at = f.value(f"mul i64 {k.index}, {element.num_bytes}")
+    with f.loop(whole, steps, 1) as k:
+        at = f.value(f"mul i64 {k.index}, {step_bytes}")
         target = f.offset("%target", f.value(f"mul i64 {k.index}, %ldt"))
         for lane, row in enumerate(rows):
-            one = element.emit_widen(f, 1, f.load(f"<1 x {element.llvm}>", f.offset(row, at)))
-            f.store("<1 x float>", one, f.offset(target, 4 * lane))
+            f.store("<1 x float>", load(1, f.offset(row, at)), f.offset(target, 4 * lane))
+    if isa.k_pack > 1:
+        with f.loop(f.value(f"mul i64 {steps}, {isa.k_pack}"), "%n", 1) as rest:
+            at = f.value(f"mul i64 {rest.index}, {element.num_bytes}")
+            target = f.offset("%target", f.value(f"mul i64 {steps}, %ldt"))
+            for lane, row in enumerate(rows):
+                last = f.value(f"zext {element.llvm} {f.load(element.llvm, f.offset(row, at))} to i32")
+                f.store("i32", last, f.offset(target, 4 * lane))
     return f
 
 
 def build_any_nonfinite(isa: Isa) -> Function:
-    """1 if any of the first ``n`` float32 of any of the rows is NaN or infinite, else 0."""
+    """1 if any of the first ``n`` native elements of any of the rows is NaN or infinite, else 0."""
     f = Function("any_nonfinite", [("ptr", "rows"), ("i64", "keys"), ("i64", "n")], returns="i64")
-    exponent = 0x7F800000
+    native = next(known for known in FORMATS if known.name == isa.native)
+    scalar_bits, exponent = {"float32": ("i32", 0x7F800000), "bfloat16": ("i16", 0x7F80)}[native.name]
 
     def found(width: int, pointer: str, so_far: str) -> str:
-        bits = f"<{width} x i32>"
-        high = f.value(f"and {bits} {f.load(bits, pointer)}, {integers(width, exponent)}")
-        special = f.value(f"icmp eq {bits} {high}, {integers(width, exponent)}")
+        bits = f"<{width} x {scalar_bits}>"
+        mask = "<" + ", ".join([f"{scalar_bits} {exponent}"] * width) + ">"
+        high = f.value(f"and {bits} {f.load(bits, pointer)}, {mask}")
+        special = f.value(f"icmp eq {bits} {high}, {mask}")
         return f.value(f"or <{width} x i1> {so_far}, {special}")
 
     width = isa.vector_width
@@ -242,10 +343,10 @@ def build_any_nonfinite(isa: Isa) -> Function:
     with f.loop(0, "%keys", 1, [(vector, "zeroinitializer"), (scalar, "zeroinitializer")]) as key:
         row = f.load("ptr", f.offset("%rows", f.value(f"shl i64 {key.index}, 3")), align=8)
         with f.loop(0, whole, width, [(vector, key.carried[0])]) as part:
-            pointer = f.offset(row, f.value(f"shl i64 {part.index}, 2"))
+            pointer = f.offset(row, f.value(f"mul i64 {part.index}, {native.num_bytes}"))
             part.following = [found(width, pointer, part.carried[0])]
         with f.loop(whole, "%n", 1, [(scalar, key.carried[1])]) as rest:
-            pointer = f.offset(row, f.value(f"shl i64 {rest.index}, 2"))
+            pointer = f.offset(row, f.value(f"mul i64 {rest.index}, {native.num_bytes}"))
             rest.following = [found(1, pointer, rest.carried[0])]
         key.following = [part.carried[0], rest.carried[0]]
     lanes = f.value(f"bitcast {vector} {key.carried[0]} to i{width}")

@@ -16,10 +16,10 @@ class TileOp:
     ----------
     text : str
         A template of LLVM lines. ``{result}`` is the value it defines, ``{width}`` the vector's float32
-        lanes; the other fields are the operands that the register block fills in; ``{result}_x`` names are
-        free for steps between.
+        lanes, ``{half}`` its 16-bit lanes; the other fields are the operands that the register block fills in;
+        ``{result}_x`` names are free for steps between.
     declarations : tuple of str
-        Intrinsics that the text calls, with ``{width}`` for the vector's lanes.
+        Intrinsics that the text calls, with the same fields for the lanes.
     twin : callable
         The same operation on numpy arrays.
     """
@@ -27,6 +27,28 @@ class TileOp:
     text: str
     declarations: tuple[str, ...]
     twin: Callable[..., np.ndarray]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Register blocks, MR x NR: rows of the broadcast operand x vectors of the other.
+
+    Parameters
+    ----------
+    vector_width : int
+        float32 lanes of a vector.
+    score : tuple of int
+        Key rows x vectors of lanes.
+    value : tuple of int
+        Lanes x vectors of value columns.
+    weight : tuple of int
+        Rows of the left operand x vectors of outputs, of a product with packed weights.
+    """
+
+    vector_width: int
+    score: tuple[int, int]
+    value: tuple[int, int]
+    weight: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -39,41 +61,49 @@ class Isa:
         LLVM's feature name, or ``generic``.
     cpu, features : str
         LLVM's target CPU and feature string that its functions are compiled for.
-    vector_width : int
-        float32 lanes of a vector.
+    blocks : Blocks
+        The vectors, and the register blocks made of them.
     k_pack : int
         Features (of a score) or keys (of a value) that one dot step takes: 1 for float32 multiply-add.
     p_rounding : float
         Unit roundoff of a probability before P.V (u_P of the tolerance); 0 where it stays float32.
     native : str
         The element type whose rows the register blocks read in place; all others go through a panel.
-    score_block : tuple of int
-        MR x NR of a score product: key rows x vectors of lanes.
-    value_block : tuple of int
-        MR x NR of a value product: lanes x vectors of value columns.
-    weight_block : tuple of int
-        MR x NR of a product with packed weights: rows of the left operand x vectors of outputs.
+    dtypes : tuple of str
+        Element types of queries and left operands that it takes.
+    companion : str or None
+        The instruction set that takes all others.
     lane_group : int
         Lanes that one work item computes together.
     broadcast : TileOp
         ``(row)`` -> a vector whose lanes all hold the row's next dot step.
     multiply_add : TileOp
-        ``(a, b, acc)`` -> acc + a . b, lane by lane.
+        ``(a, b, acc)`` -> acc + a . b, lane by lane; a and b hold ``k_pack`` elements a lane, in the bits of
+        one float32.
     """
 
     name: str
     cpu: str
     features: str
-    vector_width: int
+    blocks: Blocks
     k_pack: int
     p_rounding: float
     native: str
-    score_block: tuple[int, int]
-    value_block: tuple[int, int]
-    weight_block: tuple[int, int]
+    dtypes: tuple[str, ...]
+    companion: str | None
     lane_group: int
     broadcast: TileOp
     multiply_add: TileOp
+
+    @property
+    def vector_width(self) -> int:
+        """float32 lanes of a vector."""
+        return self.blocks.vector_width
+
+    @property
+    def column_step(self) -> int:
+        """Value columns that a value block takes at least: whole vectors, of each key that a step takes."""
+        return self.vector_width * self.k_pack
 
     @property
     def vector_bytes(self) -> int:

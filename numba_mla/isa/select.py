@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import ModuleType
 
 from ..errors import IsaUnavailableError
-from . import generic
+from . import avx2, avx512bf16, avx512f, generic
 from .host import Host
 from .record import Isa
 
-# Best first: the name, whether a host has it, and its record.
-RECORDS: tuple[tuple[str, Callable[[Host], bool], Callable[[Host], Isa]], ...] = (
-    ("generic", lambda host: True, generic.record),
-)
+# Best first. Each module says whether it runs on a host, and gives its record for it.
+MODULES: dict[str, ModuleType] = {
+    "avx512bf16": avx512bf16,
+    "avx512f": avx512f,
+    "avx2": avx2,
+    "generic": generic,
+}
 
 
 def available_isas(host: Host) -> tuple[str, ...]:
     """Names of the instruction sets that a host can run, best first."""
-    return tuple(name for name, runs_on, _ in RECORDS if runs_on(host))
+    return tuple(name for name, module in MODULES.items() if module.runs_on(host))
 
 
-def select(host: Host, forced: str | None = None) -> Isa:
-    """The best record that a host can run, or the one asked for.
+def select(host: Host, dtype: str | None = None, forced: str | None = None) -> Isa:
+    """The best record that a host can run, or the one asked for; its companion for types that it does not take.
+
+    Parameters
+    ----------
+    host : Host
+        The machine.
+    dtype : str, optional
+        Element type of the queries or the left operand; None: whatever the record takes.
+    forced : str, optional
+        An instruction set by name.
 
     Raises
     ------
@@ -30,10 +42,12 @@ def select(host: Host, forced: str | None = None) -> Isa:
     """
     names = available_isas(host)
     wanted = names[0] if forced is None else forced
-    for name, _, record in RECORDS:
-        if name == wanted and name in names:
-            return record(host)
-    known = ", ".join(name for name, _, _ in RECORDS)
-    raise IsaUnavailableError(
-        f"isa: expected one that this machine can run ({', '.join(names)}), got {forced!r} (known: {known})"
-    )
+    if wanted not in names:
+        raise IsaUnavailableError(
+            f"isa: expected one that this machine can run ({', '.join(names)}), got {forced!r} "
+            f"(known: {', '.join(MODULES)})"
+        )
+    record = MODULES[wanted].record(host)
+    if dtype is None or dtype in record.dtypes or record.companion is None:
+        return record
+    return select(host, dtype, record.companion)

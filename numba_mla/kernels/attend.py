@@ -7,8 +7,10 @@ from typing import NamedTuple
 from .compile import kernel
 from .context import (
     ANY_NONFINITE,
+    COLUMN_STEP,
     KEY_PADDING,
     MASK,
+    NATIVE_BYTES,
     SCORE_DOT,
     SCORE_ROWS,
     SCORE_VECTORS,
@@ -49,7 +51,7 @@ class State(NamedTuple):
 
 
 @kernel
-def score(context, rows, ahead, num_keys, q_packed, num_lanes, width, scores):
+def score(context, rows, ahead, num_keys, q_packed, num_lanes, steps, scores):
     """S[key, lane] for whole blocks of key rows; ``ahead`` rows are prefetched on the first pass over lanes."""
     vectors = context[SCORE_VECTORS]
     vector_width = context[VECTOR_WIDTH]
@@ -66,7 +68,7 @@ def score(context, rows, ahead, num_keys, q_packed, num_lanes, width, scores):
                     soon,
                     q_packed + 4 * lane,
                     row_bytes,
-                    width,
+                    steps,
                     scores + key * row_bytes + 4 * lane,
                     row_bytes,
                     0,
@@ -81,10 +83,11 @@ def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, v
     """O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key], for whole blocks of keys."""
     vector_width = context[VECTOR_WIDTH]
     vectors = context[VALUE_VECTORS]
-    num_vectors = -(-value_width // vector_width)
+    num_vectors = -(-value_width // context[COLUMN_STEP]) * (context[COLUMN_STEP] // vector_width)
     for column in range(0, num_vectors, vectors):
         taken = min(vectors, num_vectors - column)
-        at = 4 * vector_width * column
+        at = context[NATIVE_BYTES] * vector_width * column
+        out_at = out + 4 * vector_width * column
         lane = 0
         lanes, log2_lanes = context[VALUE_LANES], 0
         while (1 << (log2_lanes + 1)) <= lanes:
@@ -95,7 +98,7 @@ def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, v
                 log2_lanes -= 1
             call(
                 context[VALUE + log2_lanes * _MAX_VECTORS + taken - 1],
-                (rows, at, num_keys, probabilities + 4 * lane, row_bytes, out + lane * out_stride + at, out_stride,
+                (rows, at, num_keys, probabilities + 4 * lane, row_bytes, out_at + lane * out_stride, out_stride,
                  alpha + 4 * lane, accumulate),
             )  # fmt: skip
             lane += lanes
@@ -103,7 +106,7 @@ def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, v
 
 @kernel
 def attend(context, key_rows, ahead, value_rows, spare_rows, zero_row, first, num_keys, lanes, state, scores, alpha,
-           width, value_width, exponent_scale, accumulate):  # fmt: skip
+           steps, value_width, exponent_scale, accumulate):  # fmt: skip
     """Take one key tile into a lane group's state.
 
     Parameters
@@ -120,7 +123,7 @@ def attend(context, key_rows, ahead, value_rows, spare_rows, zero_row, first, nu
     state : State
     scores, alpha : address
         Scratch: float32 [KEY_TILE + padding, padded lanes], float32 [padded lanes].
-    width, value_width : int
+    steps, value_width : int
         Dot steps of a score; value columns.
     exponent_scale : float32
         scale * log2(e).
@@ -130,7 +133,7 @@ def attend(context, key_rows, ahead, value_rows, spare_rows, zero_row, first, nu
     padding = context[KEY_PADDING]
     padded_keys = -(-num_keys // padding) * padding
     row_bytes = 4 * lanes.padded
-    score(context, key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, width, scores)
+    score(context, key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, steps, scores)
     same = lanes.common_start <= first and first + num_keys <= lanes.common_end
     if not same:
         call(context[MASK], (scores, row_bytes, num_keys, lanes.padded, first, lanes.low, lanes.high))

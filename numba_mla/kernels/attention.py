@@ -9,8 +9,8 @@ import numba
 from .attend import Lanes, attend
 from .combine import clear, merge
 from .compile import kernel
-from .context import COPY, NARROW, PACK, SCALE, VECTOR_WIDTH
-from .memory import call, fetch_add, load_f32, store_f32, store_i32, store_i64
+from .context import COPY, K_PACK, NARROW, NATIVE_BYTES, PACK, SCALE, VECTOR_WIDTH
+from .memory import call, fetch_add, load_f32, load_i64, store_f32, store_i32, store_i64
 from .problem import unpack
 from .schedule import (
     END,
@@ -30,10 +30,21 @@ from .schedule import (
     SLOT,
     visible_end,
 )
-from .scratch import key_source, lay_out, state_at, value_source
+from .scratch import dot_steps, key_source, lay_out, state_at, value_source
 from .source import fetch
 
 LOG2_E = 1 / math.log(2)
+
+
+@kernel
+def _join_parts(context, p, latent, rotary, joined):
+    """Put the two parts of a vector's worth of queries side by side, for a dot step that straddles them."""
+    size = context[NATIVE_BYTES]
+    for i in range(context[VECTOR_WIDTH]):
+        here = joined + i * size * p.width
+        call(context[COPY], (here, load_i64(latent + 8 * i), size * p.q_split))
+        call(context[COPY], (here + size * p.q_split, load_i64(rotary + 8 * i), size * (p.width - p.q_split)))
+        store_i64(latent + 8 * i, here)
 
 
 @kernel
@@ -57,8 +68,12 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
                 store_i64(latent + 8 * i, scratch.zeros)
                 store_i64(rotary + 8 * i, scratch.zeros)
         target = scratch.q_packed + 4 * block
+        if p.q_split % context[K_PACK] != 0:
+            _join_parts(context, p, latent, rotary, scratch.key_panel)
+            call(context[PACK + p.q_element], (target, 4 * padded, latent, p.width))
+            continue
         call(context[PACK + p.q_element], (target, 4 * padded, latent, p.q_split))
-        target += 4 * padded * p.q_split
+        target += 4 * padded * (p.q_split // context[K_PACK])
         call(context[PACK + p.q_element], (target, 4 * padded, rotary, p.width - p.q_split))
     common_end = visible_end(first_lane, p.group_heads, seq_len, num_new, p.causal)
     return Lanes(num_lanes, padded, scratch.q_packed, scratch.low, scratch.high, 0, common_end)
@@ -78,7 +93,7 @@ def _attend_split(context, p, sources, table, group, lanes, split, state, scratc
         if p.values != 0:
             value_rows, _ = fetch(context, values, table, group[REQUEST], first, num_keys, end)
         attend(context, key_rows, ahead, value_rows, scratch.spare_rows, scratch.zeros, first, num_keys, lanes,
-               state, scratch.scores, scratch.alpha, p.width, p.value_width, exponent_scale,
+               state, scratch.scores, scratch.alpha, dot_steps(context, p), p.value_width, exponent_scale,
                int(first > split * KV_SPLIT))  # fmt: skip
 
 

@@ -19,23 +19,28 @@ _MAX_FORMATS = 8
 _MAX_VECTORS = 4
 _MAX_HALVINGS = 5
 
-# Sizes.
+# Sizes: of vectors and register blocks; keys or features of a dot step; value columns of a value block at least;
+# the native type, its code and bytes; lanes of an item at most; what the number of keys of a tile is padded to.
 VECTOR_WIDTH, SCORE_ROWS, SCORE_VECTORS, VALUE_LANES, VALUE_VECTORS, WEIGHT_ROWS, WEIGHT_VECTORS = range(7)
-LANE_GROUP, NATIVE, KEY_PADDING = range(7, 10)
+K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES, LANE_GROUP, KEY_PADDING = range(7, 13)
 # Functions that stand alone.
-MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS, ANY_NONFINITE, COPY, PEAK, READ = range(10, 20)
+MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS, ANY_NONFINITE, COPY, PEAK, READ = range(13, 23)
 _ALONE = {MASK: "mask", SOFTMAX: "softmax", WEIGH: "weigh", BLEND: "blend", SCALE: "scale",
           SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite", COPY: "copy", PEAK: "peak",
           READ: "read"}  # fmt: skip
 # Families of functions: by element code, by vectors - 1, by log2 of the rows, or by both.
-WIDEN = 20
-NARROW = WIDEN + _MAX_FORMATS
+WIDEN = 23
+WIDEN_PAIRS = WIDEN + _MAX_FORMATS
+TO_NATIVE = WIDEN_PAIRS + _MAX_FORMATS
+NARROW = TO_NATIVE + _MAX_FORMATS
 PACK = NARROW + _MAX_FORMATS
 QUANTISE = PACK + _MAX_FORMATS
 SCORE_DOT = QUANTISE + _MAX_FORMATS
 WEIGHT_DOT = SCORE_DOT + _MAX_VECTORS
 VALUE = WEIGHT_DOT + _MAX_HALVINGS
 CONTEXT_SIZE = VALUE + _MAX_HALVINGS * _MAX_VECTORS
+_BY_ELEMENT = {WIDEN: "widen", WIDEN_PAIRS: "widen_pairs", TO_NATIVE: "native", NARROW: "narrow", PACK: "pack",
+               QUANTISE: "quantise"}  # fmt: skip
 
 
 @cache
@@ -44,25 +49,28 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     addresses = link(isa, triple)
     table = np.zeros(CONTEXT_SIZE, np.int64)
     table[VECTOR_WIDTH] = isa.vector_width
-    table[SCORE_ROWS], table[SCORE_VECTORS] = isa.score_block
-    table[VALUE_LANES], table[VALUE_VECTORS] = isa.value_block
-    table[WEIGHT_ROWS], table[WEIGHT_VECTORS] = isa.weight_block
-    table[LANE_GROUP] = isa.lane_group
+    table[SCORE_ROWS], table[SCORE_VECTORS] = isa.blocks.score
+    table[VALUE_LANES], table[VALUE_VECTORS] = isa.blocks.value
+    table[WEIGHT_ROWS], table[WEIGHT_VECTORS] = isa.blocks.weight
+    table[K_PACK] = isa.k_pack
+    table[COLUMN_STEP] = isa.column_step
     table[NATIVE] = ELEMENT_CODES[isa.native]
+    table[NATIVE_BYTES] = ELEMENT_BYTES[ELEMENT_CODES[isa.native]]
+    table[LANE_GROUP] = isa.lane_group
     # Both products take whole blocks of keys.
-    table[KEY_PADDING] = max(isa.score_block[0], VALUE_UNROLL)
+    table[KEY_PADDING] = max(isa.blocks.score[0], VALUE_UNROLL)
     for place, name in _ALONE.items():
         table[place] = addresses[name]
-    for family, word in ((WIDEN, "widen"), (NARROW, "narrow"), (PACK, "pack"), (QUANTISE, "quantise")):
+    for family, word in _BY_ELEMENT.items():
         for name, code in ELEMENT_CODES.items():
-            # Queries and results are never fp8, and nothing else is quantised: 0 where there is no function.
+            # Queries and results are never fp8, nothing else is quantised: 0 where there is no function.
             table[family + code] = addresses.get(f"{word}_{name}", 0)
-    for v in range(1, isa.score_block[1] + 1):
-        table[SCORE_DOT + v - 1] = addresses[dot_name(isa.score_block[0], v)]
-    for rows in halvings(isa.weight_block[0]):
-        table[WEIGHT_DOT + rows.bit_length() - 1] = addresses[dot_name(rows, isa.weight_block[1])]
-    for lanes in halvings(isa.value_block[0]):
-        for v in range(1, isa.value_block[1] + 1):
+    for v in range(1, isa.blocks.score[1] + 1):
+        table[SCORE_DOT + v - 1] = addresses[dot_name(isa.blocks.score[0], v)]
+    for rows in halvings(isa.blocks.weight[0]):
+        table[WEIGHT_DOT + rows.bit_length() - 1] = addresses[dot_name(rows, isa.blocks.weight[1])]
+    for lanes in halvings(isa.blocks.value[0]):
+        for v in range(isa.k_pack, isa.blocks.value[1] + 1, isa.k_pack):
             table[VALUE + (lanes.bit_length() - 1) * _MAX_VECTORS + v - 1] = addresses[value_name(lanes, v)]
     return table
 

@@ -8,7 +8,19 @@ import numba
 import numpy as np
 
 from .compile import kernel
-from .context import NARROW, NATIVE, SCALE, SCALE_COLUMNS, VECTOR_WIDTH, WEIGHT_DOT, WEIGHT_ROWS, WEIGHT_VECTORS, WIDEN
+from .context import (
+    K_PACK,
+    NARROW,
+    NATIVE,
+    SCALE,
+    SCALE_COLUMNS,
+    TO_NATIVE,
+    VECTOR_WIDTH,
+    WEIGHT_DOT,
+    WEIGHT_ROWS,
+    WEIGHT_VECTORS,
+    WIDEN_PAIRS,
+)
 from .memory import call, fetch_add, store_i64
 
 # Rows of a, steps of k and weight panels that one pass takes: a's rows and a panel stay in the second-level
@@ -24,6 +36,7 @@ LINE = 64
 class Product(NamedTuple):
     """Addresses, strides in bytes and sizes of one call; the fields are the order of the packed integers.
 
+    A panel of the weight has rows of ``w_pack`` steps of k side by side, the last one filled with zeros.
     ``scales`` is 0, or a float32 for each column of a panel and each ``scale_rows`` steps of k.
     """
 
@@ -35,6 +48,7 @@ class Product(NamedTuple):
     w: int
     w_element: int
     w_bytes: int
+    w_pack: int
     scales: int
     scale_rows: int
     out: int
@@ -67,7 +81,7 @@ class Scratch(NamedTuple):
 def unpack(n):
     """The product from its packed integers."""
     return Product(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
-                   n[15], n[16], n[17], n[18], n[19])  # fmt: skip
+                   n[15], n[16], n[17], n[18], n[19], n[20])  # fmt: skip
 
 
 @kernel
@@ -81,8 +95,8 @@ def lay_out(context, base):
     """One worker's memory from an address on."""
     width = panel_width(context)
     a_panel = base + 8 * ROW_BLOCK
-    w_panel = a_panel + 4 * ROW_BLOCK * K_BLOCK + LINE
-    sums = w_panel + 4 * K_BLOCK * width
+    w_panel = a_panel + ROW_BLOCK * (4 * K_BLOCK + LINE)
+    sums = w_panel + 4 * K_BLOCK * width + LINE
     return Scratch(base, a_panel, w_panel, sums, sums + 4 * ROW_BLOCK * PANELS_PER_ITEM * width)
 
 
@@ -94,15 +108,34 @@ def workspace_bytes(context, num_workers):
 
 @kernel
 def _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch):
-    """Addresses of rows of a, from step ``first_k`` on: in place, or converted to float32."""
+    """Addresses of rows of a, from step ``first_k`` on: in place, or converted to the native type."""
+    in_place = p.a_element == context[NATIVE] and num_k % context[K_PACK] == 0
     source = p.a + head * p.a_head_stride + first_row * p.a_row_stride + first_k * p.a_bytes
     for i in range(num_rows):
         here = source
-        if p.a_element != context[NATIVE]:
-            here = scratch.a_panel + 4 * i * K_BLOCK
-            call(context[WIDEN + p.a_element], (here, source, num_k, source))
+        if not in_place:
+            here = scratch.a_panel + i * (4 * K_BLOCK + LINE)
+            call(context[TO_NATIVE + p.a_element], (here, source, num_k, source))
         store_i64(scratch.rows + 8 * i, here)
         source += p.a_row_stride
+
+
+@kernel
+def _place_panel(context, p, panel, first_k, num_k, scratch):
+    """The address of a panel's part from step ``first_k`` on: in place, or converted to the native type."""
+    width = panel_width(context)
+    padded_k = -(-p.k // p.w_pack) * p.w_pack
+    weights = p.w + (panel * padded_k + first_k) * width * p.w_bytes
+    if p.w_element == context[NATIVE] and p.w_pack == context[K_PACK]:
+        return weights
+    if p.w_pack == context[K_PACK]:
+        padded = -(-num_k // p.w_pack) * p.w_pack
+        call(context[TO_NATIVE + p.w_element], (scratch.w_panel, weights, padded * width, weights + BYTES_AHEAD))
+    else:
+        call(context[WIDEN_PAIRS + p.w_element], (scratch.w_panel, weights, -(-num_k // 2), width))
+    if p.scales != 0:
+        _scale_panel(context, p, panel, first_k, num_k, scratch.w_panel)
+    return scratch.w_panel
 
 
 @kernel
@@ -123,12 +156,8 @@ def _scale_panel(context, p, panel, first_k, num_k, weights):
 def _multiply_panel(context, p, panel, num_rows, first_k, num_k, scratch, sums, sums_stride):
     """Add one panel's part of the product: rows by blocks of falling size, so that none is computed in vain."""
     width = panel_width(context)
-    weights = p.w + (panel * p.k + first_k) * width * p.w_bytes
-    if p.w_element != context[NATIVE]:
-        call(context[WIDEN + p.w_element], (scratch.w_panel, weights, num_k * width, weights + BYTES_AHEAD))
-        weights = scratch.w_panel
-    if p.scales != 0:
-        _scale_panel(context, p, panel, first_k, num_k, weights)
+    weights = _place_panel(context, p, panel, first_k, num_k, scratch)
+    steps = -(-num_k // context[K_PACK])
     row, block, log2_block = 0, context[WEIGHT_ROWS], 0
     while (1 << (log2_block + 1)) <= block:
         log2_block += 1
@@ -138,7 +167,7 @@ def _multiply_panel(context, p, panel, num_rows, first_k, num_k, scratch, sums, 
             log2_block -= 1
         here = scratch.rows + 8 * row
         call(context[WEIGHT_DOT + log2_block],
-             (here, here, weights, 4 * width, num_k, sums + row * sums_stride, sums_stride, first_k))  # fmt: skip
+             (here, here, weights, 4 * width, steps, sums + row * sums_stride, sums_stride, first_k))  # fmt: skip
         row += block
 
 

@@ -8,7 +8,7 @@ import numba
 
 from .attend import State
 from .compile import kernel
-from .context import KEY_PADDING, LANE_GROUP, NATIVE, VECTOR_WIDTH
+from .context import COLUMN_STEP, K_PACK, KEY_PADDING, LANE_GROUP, NATIVE, NATIVE_BYTES
 from .problem import unpack
 from .schedule import KEY_TILE
 from .source import ROWS_AHEAD, RowSource
@@ -55,22 +55,30 @@ def _panel_stride(num_bytes):
 
 
 @kernel
+def dot_steps(context, p):
+    """Steps of a score's dot product."""
+    return -(-p.width // context[K_PACK])
+
+
+@kernel
 def lay_out(context, p, longest_run, base):
     """The memory of a worker whose longest item runs over that many splits."""
-    vector, group = context[VECTOR_WIDTH], context[LANE_GROUP]
+    group = context[LANE_GROUP]
     padded_keys = KEY_TILE + context[KEY_PADDING]
     lane_bytes = line_up(4 * group)
     rows_bytes = line_up(8 * (padded_keys + ROWS_AHEAD))
-    out_stride = line_up(4 * (-(-p.value_width // vector) * vector))
+    columns = -(-p.value_width // context[COLUMN_STEP]) * context[COLUMN_STEP]
+    out_stride = line_up(4 * columns)
+    # One element more than a row has: where a step takes two, an odd row is filled up.
     shared = p.values == 0
-    key_stride = _panel_stride(max(4 * p.width, out_stride) if shared else 4 * p.width)
-    value_stride = key_stride if shared else _panel_stride(out_stride)
+    key_stride = _panel_stride(context[NATIVE_BYTES] * (max(p.width, columns) if shared else p.width) + 4)
+    value_stride = key_stride if shared else _panel_stride(context[NATIVE_BYTES] * columns + 4)
     state_bytes = group * out_stride + 2 * lane_bytes
     levels = 2
     while (1 << (levels - 2)) < longest_run:
         levels += 1
     q_packed = base
-    scores = q_packed + line_up(4 * p.width * group)
+    scores = q_packed + line_up(4 * dot_steps(context, p) * group)
     key_rows = scores + line_up(4 * padded_keys * group)
     key_panel = key_rows + 2 * rows_bytes
     value_rows = key_panel + KEY_TILE * key_stride
@@ -81,7 +89,7 @@ def lay_out(context, p, longest_run, base):
     alpha = high + lane_bytes
     weights = alpha + lane_bytes
     zeros = weights + 2 * lane_bytes
-    states = zeros + max(key_stride, value_stride)
+    states = zeros + line_up(max(4 * p.width, key_stride, value_stride, out_stride))
     end = states + levels * state_bytes
     return Scratch(q_packed, scores, key_rows, key_panel, key_stride, value_rows, value_panel, value_stride,
                    rows_bytes, spare_rows, low, high, alpha, weights, zeros, out_stride, state_bytes, states,
@@ -91,8 +99,8 @@ def lay_out(context, p, longest_run, base):
 @kernel
 def key_source(context, p, head, scratch):
     """The key rows of a head; they serve as value rows too where these have no address of their own."""
-    native = p.row_element == context[NATIVE]
-    whole = p.values != 0 or p.value_width % context[VECTOR_WIDTH] == 0
+    native = p.row_element == context[NATIVE] and p.width % context[K_PACK] == 0
+    whole = p.values != 0 or p.value_width % context[COLUMN_STEP] == 0
     return RowSource(p.keys + head * p.key_head_stride, p.key_page_stride, p.key_row_stride, p.block_size,
                      p.row_element, p.width, int(native and whole), scratch.key_rows,
                      scratch.key_rows + scratch.rows_bytes, scratch.key_panel, scratch.key_stride,
@@ -103,7 +111,7 @@ def key_source(context, p, head, scratch):
 def value_source(context, p, head, scratch):
     """The value rows of a head, read in place where they are whole vectors."""
     native = p.row_element == context[NATIVE]
-    whole = p.value_width % context[VECTOR_WIDTH] == 0
+    whole = p.value_width % context[COLUMN_STEP] == 0
     return RowSource(p.values + head * p.value_head_stride, p.value_page_stride, p.value_row_stride, p.block_size,
                      p.row_element, p.value_width, int(native and whole), scratch.value_rows,
                      scratch.value_rows + scratch.rows_bytes, scratch.value_panel, scratch.value_stride,

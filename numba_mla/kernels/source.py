@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .compile import kernel
-from .context import KEY_PADDING
-from .memory import load_i64, store_i64
-from .rows import widen_row
+from .context import KEY_PADDING, TO_NATIVE
+from .memory import call, load_i64, store_i64
+from .rows import FP8_DS_MLA, widen_row
 from .schedule import KEY_TILE
 
 # Rows that are prefetched before the row in hand.
@@ -68,7 +68,10 @@ def fetch(context, source, table, request, first, num_keys, end):
         here = source.panel + i * source.panel_stride
         row = load_i64(source.pointers + 8 * i)
         ahead = load_i64(source.pointers + 8 * (i + ROWS_AHEAD))
-        widen_row(context, here, row, source.element, source.width, ahead)
+        if source.element == FP8_DS_MLA:
+            widen_row(context, here, row, source.element, source.width, ahead)
+        else:
+            call(context[TO_NATIVE + source.element], (here, row, source.width, ahead))
         store_i64(source.panel_pointers + 8 * i, here)
     for i in range(num_keys, num_keys + context[KEY_PADDING]):
         store_i64(source.panel_pointers + 8 * i, source.zeros)

@@ -9,6 +9,7 @@ import numpy as np
 from ..checks import address, check_array, check_count, check_flag, check_integers, check_scale, dense_rows, describe
 from ..kernels.context import ELEMENT_CODES
 from ..kernels.problem import Problem
+from ..runtime import context_for
 from .launch import prepare_outputs, run_attention
 from .pages import check_block_table, check_pages, check_row_dtype
 
@@ -216,5 +217,6 @@ def _attend(queries: _Queries, kv_cache, block_table, lengths, starts, scale, ca
         causal=int(causal), **outputs.fields(),
     )  # fmt: skip
     # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
-    run_attention(problem, scale * pages.scale, pages.scale, lengths, starts, table, isa)
+    run_attention(problem, scale * pages.scale, pages.scale, lengths, starts, table,
+                  context_for(isa, pages.arithmetic(latent.dtype)))  # fmt: skip
     return outputs.deliver()

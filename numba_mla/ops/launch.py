@@ -12,7 +12,7 @@ from ..kernels.context import ELEMENT_CODES, LANE_GROUP
 from ..kernels.problem import Problem
 from ..kernels.schedule import plan_attention
 from ..kernels.scratch import workspace_bytes
-from ..runtime import context_for, workspace
+from ..runtime import workspace
 from ..threads import launching, num_threads
 
 FLOAT32 = np.dtype(np.float32)
@@ -59,9 +59,8 @@ def prepare_outputs(out, lse, shape: tuple[int, int, int], dtype: np.dtype, inpu
 
 
 def run_attention(problem: Problem, score_scale: float, value_scale: float, seq_lens: np.ndarray,
-                  query_start_loc: np.ndarray, table: np.ndarray, isa: str | None) -> None:  # fmt: skip
+                  query_start_loc: np.ndarray, table: np.ndarray, context: np.ndarray) -> None:  # fmt: skip
     """Plan a call, and run its items on the threads in force."""
-    context = context_for(isa)
     packed = problem.packed()
     workers = num_threads()
     items, groups, num_slots, longest_run = plan_attention(
@@ -73,7 +72,7 @@ def run_attention(problem: Problem, score_scale: float, value_scale: float, seq_
         return
     memory = workspace.reserve(workspace_bytes(context, packed, longest_run, num_slots, workers))
     arguments = (context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items, groups,
-                 longest_run, np.zeros(1, np.int64), memory, workers)  # fmt: skip
+                 longest_run, np.zeros(1, np.int64), address(memory), workers)  # fmt: skip
     if workers == 1:
         attention_serial(*arguments)
         return

@@ -34,13 +34,14 @@ class PackedWeight:
 
     Attributes
     ----------
-    panels : ndarray (H, ceil(N / NR), K, NR)
-        Columns of w^T side by side, NR at a time, padded with zeros; of w's dtype.
+    panels : ndarray (H, ceil(N / NR), ceil(K / k_pack), NR, k_pack)
+        Columns of w^T side by side, NR at a time, the k_pack elements of a dot step together, padded with
+        zeros; of w's dtype.
     shape : tuple of int
         (H, N, K) of the weight.
     scale : float or None
         Factor on the product.
-    block_scales : ndarray (H, ceil(N / NR), ceil(K / bk), NR) or None
+    block_scales : ndarray (H, ceil(N / NR), ceil(K / bk), NR, 1) or None
         float32 factor on each column's elements, for every bk of them.
     block_rows : int
         bk; 0 without block scales.
@@ -107,33 +108,39 @@ def pack_weight(w, *, scale=None, block_size=None, isa=None):
             raise ValueError("scale, block_size: expected None with a BlockScaled weight, which has its own")
         w, scale, block_size = w
     check_array("w", w, ("H", "N", "K"), WEIGHT_DTYPES)
-    record = select_isa(isa)
+    if block_size is not None and not is_fp8(w.dtype):
+        raise ValueError(f"block_size: expected None for {w.dtype} weights, got {block_size!r}")
+    # fp8 elements are exact in bfloat16, but not once they are multiplied by a scale.
+    arithmetic = (
+        "bfloat16" if is_fp8(w.dtype) and block_size is None else "float32" if is_fp8(w.dtype) else w.dtype.name
+    )
+    record = select_isa(isa, arithmetic)
     heads, columns, k = w.shape
-    width = _panel_width(record)
     if block_size is None:
         factor = None if scale is None else check_scale("scale", scale)
-        return PackedWeight(_panels(w, width), (heads, columns, k), factor, None, 0, record.name)
-    if not is_fp8(w.dtype):
-        raise ValueError(f"block_size: expected None for {w.dtype} weights, got {block_size!r}")
+        return PackedWeight(_panels(w, record), (heads, columns, k), factor, None, 0, record.name)
     bn, bk = check_block_size(block_size)
     scales = check_block_scales("scale", scale, (heads, -(-columns // bn), -(-k // bk)))
     bn, bk = min(bn, columns), min(bk, k)
     by_column = scales.repeat(bn, axis=1)[:, :columns]
-    return PackedWeight(_panels(w, width), (heads, columns, k), None, _panels(by_column, width), bk, record.name)
+    return PackedWeight(_panels(w, record), (heads, columns, k), None, _panels(by_column, record), bk, record.name)
 
 
-def _panel_width(record: Isa) -> int:
-    return record.weight_block[1] * record.vector_width
+def _panels_shape(shape: tuple[int, int, int], record: Isa) -> tuple[int, ...]:
+    heads, columns, k = shape
+    width = record.blocks.weight[1] * record.vector_width
+    return heads, -(-columns // width), -(-k // record.k_pack), width, record.k_pack
 
 
-def _panels(w: np.ndarray, width: int) -> np.ndarray:
-    """Columns of w^T, ``width`` at a time, padded with zeros: (H, N, K) -> (H, ceil(N / width), K, width)."""
-    heads, columns, k = w.shape
-    num_panels = -(-columns // width)
-    panels = np.zeros((heads, num_panels, k, width), w.dtype)
+def _panels(w: np.ndarray, record: Isa) -> np.ndarray:
+    """Columns of w^T, some at a time, with the elements of a dot step side by side, padded with zeros."""
+    _, num_panels, _, width, pack = shape = _panels_shape(w.shape, record)
+    panels = np.zeros(shape, w.dtype)
     for panel in range(num_panels):
         part = w[:, panel * width : (panel + 1) * width]
-        panels[:, panel, :, : part.shape[1]] = part.swapaxes(1, 2)
+        for element in range(pack):
+            of_step = part[:, :, element::pack].swapaxes(1, 2)
+            panels[:, panel, : of_step.shape[1], : part.shape[1], element] = of_step
     return panels
 
 
@@ -189,13 +196,13 @@ def bmm(a, w, *, scale=None, out=None):
         target = np.empty(shape, target.dtype)
     product = Product(
         address(a), a.strides[0], a.strides[1], ELEMENT_CODES[a.dtype.name], a.itemsize,
-        address(w.panels), ELEMENT_CODES[w.dtype.name], w.panels.itemsize,
+        address(w.panels), ELEMENT_CODES[w.dtype.name], w.panels.itemsize, w.panels.shape[4],
         0 if w.block_scales is None else address(w.block_scales), w.block_rows,
         address(target), target.strides[0], target.strides[1], ELEMENT_CODES[target.dtype.name], target.itemsize,
         num_heads=heads, num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),
     )  # fmt: skip
     if target.size and k:
-        _run(product, 1.0 if factor is None else factor, w.isa)
+        _run(product, 1.0 if factor is None else factor, context_for(w.isa, a.dtype.name))
     else:
         target[...] = 0
     if target is not out:
@@ -205,24 +212,21 @@ def bmm(a, w, *, scale=None, out=None):
 
 def _check_layout(w: PackedWeight) -> tuple[int, int, int]:
     """The weight's shape, if it lies as this machine's kernels read it: one packed elsewhere need not."""
-    heads, columns, k = w.shape
-    width = _panel_width(select_isa(w.isa))
-    num_panels = -(-columns // width)
-    if w.panels.shape != (heads, num_panels, k, width) or not w.panels.flags.c_contiguous:
+    shape = _panels_shape(w.shape, select_isa(w.isa))
+    if w.panels.shape != shape or not w.panels.flags.c_contiguous:
         raise ValueError(
-            f"w: expected a weight packed for this machine's {w.isa}, dense panels of shape "
-            f"{(heads, num_panels, k, width)}, got {describe(w.panels)}"
+            f"w: expected a weight packed for this machine's {w.isa}, dense panels of shape {shape}, "
+            f"got {describe(w.panels)}"
         )
     return w.shape
 
 
-def _run(product: Product, scale: float, isa: str) -> None:
-    context = context_for(isa)
+def _run(product: Product, scale: float, context: np.ndarray) -> None:
     packed = product.packed()
     num_items = count_items(context, packed)
     workers = min(num_threads(), num_items)
     memory = workspace.reserve(workspace_bytes(context, workers))
-    arguments = (context, packed, scale, num_items, np.zeros(1, np.int64), memory, workers)
+    arguments = (context, packed, scale, num_items, np.zeros(1, np.int64), address(memory), workers)
     if workers == 1:
         product_serial(*arguments)
         return

@@ -76,10 +76,11 @@ def merge_states(out_a, lse_a, out_b, lse_b, *, out=None, lse=None):
     lse_a, lse_b = np.ascontiguousarray(lse_a), np.ascontiguousarray(lse_b)
     target, lse_target = _row_target(out, a, b), _row_target(lse, lse_a, lse_b)
     width = shape[-1]
+    scratch = workspace.reserve(8 * width)
     merge_finished(
         context_for(), address(a), address(lse_a), address(b), address(lse_b), address(target), address(lse_target),
         lse.size, width, ELEMENT_CODES[a.dtype.name], a.itemsize, ELEMENT_CODES[b.dtype.name], b.itemsize,
-        workspace.reserve(8 * width),
+        address(scratch),
     )  # fmt: skip
     if target is not out:
         out[...] = target

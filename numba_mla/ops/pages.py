@@ -38,6 +38,13 @@ class Pages(NamedTuple):
     element: int
     scale: float
 
+    def arithmetic(self, q_dtype: np.dtype) -> str:
+        """The element type that attention over these rows computes in: what holds queries and rows exactly.
+
+        Rows of 656 bytes are products with a float32 scale.
+        """
+        return "float32" if self.element == FP8_DS_MLA else q_dtype.name
+
     @property
     def float_dtype(self) -> np.dtype | None:
         """The element type of a cache that is not quantised; None for fp8 and 656-byte rows."""

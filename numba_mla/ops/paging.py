@@ -84,10 +84,11 @@ def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slo
     for name, source in (("kv_c", kv_c), ("k_pe", k_pe)):
         if overlap(source, kv_cache):
             raise ValueError(f"{name}: expected memory apart from kv_cache's, got a view of it")
+    scratch = workspace.reserve(4 * pages.width)
     write_rows(
         context_for(), address(kv_c), kv_c.strides[0], kv_c.shape[1], address(k_pe), k_pe.strides[0], k_pe.shape[1],
         ELEMENT_CODES[kv_c.dtype.name], kv_c.itemsize, pages.address, pages.page_stride, pages.row_stride,
-        pages.block_size, pages.element, pages.scale, slots, pad_slot, workspace.reserve(4 * pages.width),
+        pages.block_size, pages.element, pages.scale, slots, pad_slot, address(scratch),
     )  # fmt: skip
 
 
@@ -154,10 +155,11 @@ def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=5
     kv_start_loc = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - first)])
     parts = _gather_targets(out, int(kv_start_loc[-1]), rank, _check_dtype(dtype, gathered_dtype(pages)), pages)
     dense = [x if x.strides[1] == x.itemsize or x.shape[1] <= 1 else np.empty(x.shape, x.dtype) for x in parts]
+    scratch = workspace.reserve(4 * pages.width)
     gather_rows(
         context_for(), pages.address, pages.page_stride, pages.row_stride, pages.block_size, table, first, ends,
         pages.width, pages.element, kv_cache.itemsize, pages.scale, address(dense[0]), dense[0].strides[0], rank,
-        address(dense[1]), dense[1].strides[0], ELEMENT_CODES[dense[0].dtype.name], workspace.reserve(4 * pages.width),
+        address(dense[1]), dense[1].strides[0], ELEMENT_CODES[dense[0].dtype.name], address(scratch),
     )  # fmt: skip
     for part, written in zip(parts, dense, strict=True):
         if written is not part:

@@ -7,6 +7,7 @@ import numpy as np
 from ..checks import MAX_POSITIONS, address, check_array, check_flag, check_scale, dense_rows, describe
 from ..kernels.context import ELEMENT_CODES
 from ..kernels.problem import Problem
+from ..runtime import context_for
 from .attention import check_start_locations
 from .launch import prepare_outputs, run_attention
 
@@ -100,5 +101,6 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
         value_head_stride=v.strides[1], row_element=ELEMENT_CODES[k.dtype.name], block_size=_ENDLESS,
         width=q.shape[2], value_width=v.shape[2], causal=int(causal), **outputs.fields(),
     )  # fmt: skip
-    run_attention(problem, scale, 1.0, np.diff(key_starts), starts, key_starts[:-1, None].copy(), isa)
+    run_attention(problem, scale, 1.0, np.diff(key_starts), starts, key_starts[:-1, None].copy(),
+                  context_for(isa, q.dtype.name))  # fmt: skip
     return outputs.deliver()
