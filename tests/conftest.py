@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import numba_mla
+from numba_mla.testing.amx.fixture import amx_emulation  # noqa: F401
 
 
 @pytest.fixture
