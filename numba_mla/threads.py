@@ -7,6 +7,7 @@ import ctypes
 import importlib.metadata
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cache
@@ -56,9 +57,28 @@ def threads(n: int) -> Iterator[None]:
 def num_threads() -> int:
     """Threads that a call made now would use."""
     load_tbb()
+    if threading_layer() == "omp" and _launching_process() != os.getpid():
+        _warn_of_fork(os.getpid())
+        return 1
     asked = _asked.get()
-    limit = config.NUMBA_NUM_THREADS
-    return numba.get_num_threads() if asked is None else min(asked, limit)
+    return numba.get_num_threads() if asked is None else min(asked, config.NUMBA_NUM_THREADS)
+
+
+@cache
+def _launching_process() -> int:
+    """The process that first launched a parallel kernel, or asked; a forked child inherits the answer."""
+    return os.getpid()
+
+
+@cache
+def _warn_of_fork(process: int) -> None:
+    """Say once in a process that it runs serially: OpenMP's threads do not outlive a fork, and would end it."""
+    warnings.warn(
+        "numba_mla: this process was forked after OpenMP threads had started, so it computes on one thread, with "
+        "the same bits; start processes with spawn, or install tbb",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 @cache
@@ -91,6 +111,7 @@ def threading_layer() -> str:
 def launching() -> Iterator[None]:
     """Around the launch of a parallel kernel: tbb made known before the first, one at a time on workqueue."""
     load_tbb()
+    _launching_process()
     if threading_layer() in ("tbb", "omp"):
         yield
         return

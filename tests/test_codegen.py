@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numba_mla import runtime
-from numba_mla.codegen import blocks, link, module, stages
+from numba_mla.codegen import blocks, link, module, softmax
 from numba_mla.codegen.vector import FLOATS, FORMATS, exp2_twin
 from numba_mla.isa import avx512f, host, select
 
@@ -119,10 +119,10 @@ def test_softmax_over_a_tile(record, rng, keys):
     lanes, padded = 2 * record.vector_width, -(-keys // 8) * 8
     scores = (4 * rng.standard_normal((padded + 1, lanes))).astype(np.float32)
     scores[0, 3] = np.nan
-    scores[: keys // 2, 5] = stages.MASKED
-    scores[:, 6] = stages.MASKED
+    scores[: keys // 2, 5] = softmax.MASKED
+    scores[:, 6] = softmax.MASKED
     m = rng.standard_normal(lanes).astype(np.float32)
-    m[6:9] = stages.NO_MAXIMUM
+    m[6:9] = softmax.NO_MAXIMUM
     length, alpha = rng.random(lanes, dtype=np.float32), np.empty(lanes, np.float32)
     c = np.float32(0.3)
     work, new_m, new_l = scores.copy(), m.copy(), length.copy()

@@ -189,6 +189,54 @@ def test_two_callers_hold_their_own_thread_counts():
     assert numba_mla.show_config()["threads"] == before
 
 
+FORK = """
+import os, sys, warnings
+import numpy as np, numba_mla
+from numba_mla.testing.inputs import latent_problem
+problem = latent_problem(np.random.default_rng(0), 16, [1500, 40], [1, 6], 16, 64, 16)
+w = numba_mla.pack_weight(np.random.default_rng(1).standard_normal((2, 300, 40), dtype=np.float32))
+a = np.ones((2, 5, 40), np.float32)
+expected = numba_mla.extend(**problem)[0].tobytes(), numba_mla.bmm(a, w).tobytes()
+layer = numba_mla.show_config()["threading_layer"]
+child = os.fork()
+if child == 0:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            got = numba_mla.extend(**problem)[0].tobytes(), numba_mla.bmm(a, w).tobytes()
+    ours = [str(c.message) for c in caught if "numba_mla" in str(c.message)]
+    os._exit(0 if got == expected and len(ours) == (layer == "omp") else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+assert numba_mla.extend(**problem)[0].tobytes() == expected[0]
+print(layer)
+"""
+
+
+@pytest.mark.parametrize("layer", ["tbb", "omp", "workqueue"])
+def test_fork_after_use_on_every_layer(layer):
+    """The child gets the same bits; on omp from one thread, with one warning."""
+    assert run(FORK, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2").split() == [layer]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "import ctypes; ctypes.CDLL = lambda *a, **k: (_ for _ in ()).throw(OSError('no'))",
+        "import importlib.metadata as m; m.files = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))",
+        "import importlib.metadata as m; m.files = lambda name: None",
+        "import os; del os.getuid",
+        "import os; os.replace = lambda *a: (_ for _ in ()).throw(OSError('no'))",
+    ],
+    ids=["library does not load", "tbb is not installed", "tbb has no files", "no user ids", "no renaming"],
+)
+def test_platform_calls_that_fail(failure, tmp_path, warm):
+    """Each is done without: another threading layer, another folder, no cache."""
+    numba_paths = "import numba, llvmlite.binding\n"  # which need ctypes themselves
+    folder = str(warm[0]) if "replace" not in failure else str(tmp_path)
+    assert run(numba_paths + failure + "\n" + DECODE, NUMBA_MLA_CACHE_DIR=folder) == warm[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_process_pools_after_use(method):

@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from ..isa import Isa
-from . import blocks, stages
+from . import blocks, rows, softmax
 from .vector import FLOAT8S, FLOATS, FORMATS
 
 _DECLARATIONS = (
@@ -43,20 +43,20 @@ def build_module(isa: Isa, triple: str) -> str:
         *(blocks.build_value(isa, lanes, vectors) for lanes, vectors in values),
         blocks.build_peak(isa),
         blocks.build_read(isa),
-        stages.build_mask(isa),
-        stages.build_softmax(isa),
-        stages.build_weigh(isa),
-        stages.build_blend(isa),
-        stages.build_scale(isa),
-        stages.build_scale_columns(isa),
-        stages.build_any_nonfinite(isa),
-        stages.build_copy(),
-        *(stages.build_widen(isa, element) for element in FORMATS),
-        *(stages.build_widen_pairs(isa, element) for element in FORMATS),
-        *(stages.build_native(isa, element) for element in FORMATS),
-        *(stages.build_narrow(isa, element) for element in FLOATS),
-        *(stages.build_pack(isa, element) for element in FLOATS if element.name in isa.dtypes),
-        *(stages.build_quantise(isa, element) for element in FLOAT8S),
+        softmax.build_mask(isa),
+        softmax.build_softmax(isa),
+        softmax.build_weigh(isa),
+        rows.build_blend(isa),
+        rows.build_scale(isa),
+        rows.build_scale_columns(isa),
+        rows.build_any_nonfinite(isa),
+        rows.build_copy(),
+        *(rows.build_widen(isa, element) for element in FORMATS),
+        *(rows.build_widen_pairs(isa, element) for element in FORMATS),
+        *(rows.build_native(isa, element) for element in FORMATS),
+        *(rows.build_narrow(isa, element) for element in FLOATS),
+        *(rows.build_pack(isa, element) for element in FLOATS if element.name in isa.dtypes),
+        *(rows.build_quantise(isa, element) for element in FLOAT8S),
     ]
     body = "\n\n".join(function.text("#0") for function in functions)
     attributes = f'nounwind "target-cpu"="{isa.cpu}" "target-features"="{isa.features}"'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..codegen.stages import NO_MAXIMUM
+from ..codegen.softmax import NO_MAXIMUM
 from .compile import kernel
 from .context import BLEND, NARROW, WEIGH, WIDEN
 from .memory import call, load_f32, store_f32

@@ -1,0 +1,147 @@
+"""The stages between the two products, lane by lane down the keys: visibility, softmax, merging of states."""
+
+from __future__ import annotations
+
+from ..isa import Isa
+from .text import Function
+from .vector import constant, emit_exp2, integers, multiply_add
+
+# A key that a lane does not see scores MASKED. A lane's maximum starts at NO_MAXIMUM, which is finite, so
+# that no difference is ever inf - inf: a masked key gets a probability of exactly 0 whatever the scale, and a
+# lane without keys an exact rescaling by 1.
+MASKED = float("-inf")
+NO_MAXIMUM = -1e29
+
+
+def build_mask(isa: Isa) -> Function:
+    """``S[key, lane] = MASKED`` where ``first + key`` is outside ``[low, high)`` of the lane.
+
+    Arguments of the function: ``s`` with ``lds`` bytes a key; ``keys``; ``lanes``, a multiple of the vector;
+    ``first``, the position of key 0; ``low`` and ``high``, int32 a lane.
+    """
+    f = Function("mask", [("ptr", "s"), ("i64", "lds"), ("i64", "keys"), ("i64", "lanes"), ("i64", "first"),
+                          ("ptr", "low"), ("ptr", "high")])  # fmt: skip
+    width, kind, bits = isa.vector_width, f"<{isa.vector_width} x float>", f"<{isa.vector_width} x i32>"
+    first = f.value("trunc i64 %first to i32")
+    with f.loop(0, "%lanes", width) as lane:
+        at = f.value(f"shl i64 {lane.index}, 2")
+        low = f.load(bits, f.offset("%low", at))
+        high = f.load(bits, f.offset("%high", at))
+        column = f.offset("%s", at)
+        with f.loop(0, "%keys", 1) as key:
+            place = f.value(f"add i32 {first}, {f.value(f'trunc i64 {key.index} to i32')}")
+            position = f.splat(width, "i32", place)
+            pointer = f.offset(column, f.value(f"mul i64 {key.index}, %lds"))
+            seen = f.value(
+                f"and <{width} x i1> {f.value(f'icmp sge {bits} {position}, {low}')}, "
+                f"{f.value(f'icmp slt {bits} {position}, {high}')}"
+            )
+            score = f.load(kind, pointer)
+            f.store(kind, f.value(f"select <{width} x i1> {seen}, {kind} {score}, {kind} {constant(width, MASKED)}"),
+                    pointer)  # fmt: skip
+    return f
+
+
+def build_softmax(isa: Isa) -> Function:
+    """One key tile of the online softmax, down the keys, in place.
+
+    ``m' = max(m, S)``, ``P = 2**((S - m') c)``, ``alpha = 2**((m - m') c)``, ``l = l alpha + sum P``; keys from
+    ``keys`` to ``padded`` get 0. A NaN score passes the maximum by and makes P, and so l, NaN. P is left as the
+    value product takes it: float32 a key, or pairs of keys rounded to 16 bits, in the first half of the rows.
+
+    Arguments of the function: ``s`` with ``lds`` bytes a key; ``keys``, ``padded``; ``lanes``, a multiple of
+    the vector; ``m``, ``l``, ``alpha``, float32 a lane; ``c``, scale times log2(e).
+    """
+    f = Function("softmax", [("ptr", "s"), ("i64", "lds"), ("i64", "keys"), ("i64", "padded"), ("i64", "lanes"),
+                             ("ptr", "m"), ("ptr", "l"), ("ptr", "alpha"), ("float", "c")])  # fmt: skip
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    c = f.splat(width, "float", "%c")
+    with f.loop(0, "%lanes", width) as lane:
+        at = f.value(f"shl i64 {lane.index}, 2")
+        column = f.offset("%s", at)
+        before = f.load(kind, f.offset("%m", at))
+        with f.loop(0, "%keys", 1, [(kind, before)]) as key:
+            score = f.load(kind, f.offset(column, f.value(f"mul i64 {key.index}, %lds")))
+            higher = f.value(f"fcmp ogt {kind} {score}, {key.carried[0]}")
+            key.following = [f.value(f"select <{width} x i1> {higher}, {kind} {score}, {kind} {key.carried[0]}")]
+        maximum = key.carried[0]
+        total = _emit_probabilities(f, isa, column, maximum, c)
+        alpha = _exp2_of_difference(f, width, before, maximum, c)
+        f.store(kind, maximum, f.offset("%m", at))
+        f.store(kind, alpha, f.offset("%alpha", at))
+        length = f.offset("%l", at)
+        f.store(kind, multiply_add(f, width, f.load(kind, length), alpha, total), length)
+    return f
+
+
+def _emit_probabilities(f: Function, isa: Isa, column: str, maximum: str, c: str) -> str:
+    """Scores of one vector of lanes to probabilities, in place; their sum, of float32 before any rounding."""
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    zero = constant(width, 0.0)
+
+    def row(index: str) -> str:
+        return f.offset(column, f.value(f"mul i64 {index}, %lds"))
+
+    def probability(index: str) -> str:
+        return _exp2_of_difference(f, width, f.load(kind, row(index)), maximum, c)
+
+    whole = f.value(f"and i64 %keys, {-isa.k_pack}")
+    with f.loop(0, whole, isa.k_pack, [(kind, zero)]) as key:
+        step, total = [], key.carried[0]
+        for n in range(isa.k_pack):
+            step.append(probability(key.index if n == 0 else f.value(f"add i64 {key.index}, {n}")))
+            total = f.value(f"fadd {kind} {total}, {step[-1]}")
+        f.store(kind, _join_step(f, isa, step), row(f.value(f"udiv i64 {key.index}, {isa.k_pack}")))
+        key.following = [total]
+    # The key that is left over where a step takes two.
+    with f.loop(whole, "%keys", 1, [(kind, key.carried[0])]) as rest:
+        p = probability(rest.index)
+        rest.following = [f.value(f"fadd {kind} {rest.carried[0]}, {p}")]
+        last = _join_step(f, isa, [p] + [zero] * (isa.k_pack - 1))
+        f.store(kind, last, row(f.value(f"udiv i64 {rest.index}, {isa.k_pack}")))
+    steps = f.value(f"udiv i64 {f.value(f'add i64 %keys, {isa.k_pack - 1}')}, {isa.k_pack}")
+    with f.loop(steps, f.value(f"udiv i64 %padded, {isa.k_pack}"), 1) as padding:
+        f.store(kind, zero, row(padding.index))
+    return rest.carried[0]
+
+
+def _join_step(f: Function, isa: Isa, step: list[str]) -> str:
+    """Probabilities of the keys of one step in one vector: themselves, or two rounded to the native 16 bits."""
+    if isa.k_pack == 1:
+        return step[0]
+    width, bits = isa.vector_width, f"<{isa.vector_width} x i32>"
+    low, high = (
+        f.value(f"zext <{width} x i16> {f.value(f'bitcast <{width} x bfloat> {rounded} to <{width} x i16>')} to {bits}")
+        for rounded in [f.value(f"fptrunc <{width} x float> {p} to <{width} x bfloat>") for p in step]
+    )
+    pairs = f.value(f"or {bits} {low}, {f.value(f'shl {bits} {high}, {integers(width, 16)}')}")
+    return f.value(f"bitcast {bits} {pairs} to <{width} x float>")
+
+
+def build_weigh(isa: Isa) -> Function:
+    """Merge the softmax states of two disjoint key sets: weights for their outputs, and the state of both.
+
+    ``m = max(ma, mb)``, ``wa = 2**((ma - m) c)``, ``wb = 2**((mb - m) c)``, ``la = la wa + lb wb``, ``ma = m``.
+    A side without keys (m = NO_MAXIMUM, l = 0) gets weight 0, the other weight exactly 1.
+    """
+    f = Function("weigh", [("i64", "lanes"), ("ptr", "ma"), ("ptr", "la"), ("ptr", "mb"), ("ptr", "lb"),
+                           ("ptr", "wa"), ("ptr", "wb"), ("float", "c")])  # fmt: skip
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    c = f.splat(width, "float", "%c")
+    with f.loop(0, "%lanes", width) as lane:
+        at = f.value(f"shl i64 {lane.index}, 2")
+        a, b = f.load(kind, f.offset("%ma", at)), f.load(kind, f.offset("%mb", at))
+        higher = f.value(f"fcmp ogt {kind} {b}, {a}")
+        maximum = f.value(f"select <{width} x i1> {higher}, {kind} {b}, {kind} {a}")
+        wa = _exp2_of_difference(f, width, a, maximum, c)
+        wb = _exp2_of_difference(f, width, b, maximum, c)
+        la = f.value(f"fmul {kind} {f.load(kind, f.offset('%la', at))}, {wa}")
+        total = multiply_add(f, width, f.load(kind, f.offset("%lb", at)), wb, la)
+        for name, value in (("%ma", maximum), ("%la", total), ("%wa", wa), ("%wb", wb)):
+            f.store(kind, value, f.offset(name, at))
+    return f
+
+
+def _exp2_of_difference(f: Function, width: int, a: str, b: str, c: str) -> str:
+    kind = f"<{width} x float>"
+    return emit_exp2(f, width, f.value(f"fmul {kind} {f.value(f'fsub {kind} {a}, {b}')}, {c}"))
