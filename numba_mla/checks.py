@@ -23,7 +23,7 @@ _OVERLAP_WORK = 100_000
 
 def names(dtypes: Sequence[np.dtype]) -> str:
     """Names of element types, for a message."""
-    return ", ".join(str(dtype) for dtype in dtypes)
+    return ", ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
 
 
 def describe(x: Any) -> str:
@@ -31,6 +31,12 @@ def describe(x: Any) -> str:
     if isinstance(x, np.ndarray):
         return f"{x.dtype} array of shape {x.shape}"
     return f"{type(x).__name__} {x!r}" if isinstance(x, (int, float, str, bool)) else type(x).__name__
+
+
+def check_type(name: str, value: Any, wanted: type | tuple[type, ...], word: str) -> None:
+    """An object of a type, which ``word`` names with its article."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name}: expected {word}, got {describe(value)}")
 
 
 def check_count(name: str, value: Any, least: int) -> int:
@@ -93,7 +99,9 @@ def _check_shape(name: str, x: np.ndarray, shape: Shape) -> np.ndarray:
 
 def _check_plain(name: str, x: Any) -> None:
     """No array that means more than its elements (a mask), or whose views are not arrays of any rank."""
-    if isinstance(x, (np.ma.MaskedArray, np.matrix)):
+    # numpy imports its masked arrays when they are first asked for.
+    subclass = isinstance(x, np.ndarray) and type(x) not in (np.ndarray, np.memmap)
+    if subclass and isinstance(x, (np.ma.MaskedArray, np.matrix)):
         raise TypeError(f"{name}: expected a plain numpy array, got {type(x).__name__} of shape {x.shape}")
 
 

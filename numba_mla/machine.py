@@ -10,7 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
-from .codegen.blocks import PEAK_SUMS
+from .codegen.module import peak_flops
 from .kernels.probe import run_peak, run_read
 from .runtime import context_for, select_isa
 from .threads import launching, num_threads
@@ -57,7 +57,7 @@ class Yardstick:
         self.read_gbps = 0.0
         self._threads = num_threads() if threads is None else threads
         self._context = context_for(record.name)
-        self._flops_a_turn = 2 * PEAK_SUMS * record.vector_width * record.k_pack * self._threads
+        self._flops_a_turn = peak_flops(record) * self._threads
         self._operand = np.full(record.vector_width, 1e-3, np.float32)
         self._targets = np.zeros(self._threads * _LINE, np.uint8)
         self._turns = 1000

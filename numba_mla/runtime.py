@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -25,9 +26,24 @@ _forced: ContextVar[str | None] = ContextVar("numba_mla_isa", default=None)
 _LINE = 64
 
 
+# How many blocks of code run with tile instructions emulated; emulation is the whole process's.
+_emulating = [0]
+
+
 def host() -> Host:
     """This machine, or the one that Numba was told to compile for."""
-    return detect(config.CPU_NAME, config.CPU_FEATURES)
+    found = detect(config.CPU_NAME, config.CPU_FEATURES)
+    return replace(found, tiles=True) if _emulating[0] else found
+
+
+@contextlib.contextmanager
+def tiles_emulated() -> Iterator[None]:
+    """Around code that runs with tile instructions emulated, in all threads: they count as there."""
+    _emulating[0] += 1
+    try:
+        yield
+    finally:
+        _emulating[0] -= 1
 
 
 def available_isas() -> tuple[str, ...]:

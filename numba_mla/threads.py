@@ -12,14 +12,31 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cache
 
+import llvmlite.binding
 import numba
 from numba.core import config
+from numba.core.compiler_lock import global_compiler_lock
 
 from .checks import check_count
+from .codegen.link import link_lock
 
 _asked: ContextVar[int | None] = ContextVar("numba_mla_threads", default=None)
-# Numba's workqueue layer ends the process when two threads launch at once.
-_launch_lock = threading.Lock()
+# Numba's workqueue layer ends the process when two threads launch at once. The lock is reentrant for the sake
+# of signal handlers, whose calls may come before the kernel that another call of their thread is about to launch.
+_launch_lock = threading.RLock()
+# In the order in which a call takes them: this module's, and those of compilers.
+_fork_locks = (_launch_lock, link_lock, global_compiler_lock, llvmlite.binding.ffi.lib._lock)
+_held_for_fork = contextlib.ExitStack()
+
+
+def _wait_to_fork() -> None:
+    """Let other threads' launches and compilations end: a child would wait for ever for locks held by them."""
+    for lock in _fork_locks:
+        _held_for_fork.enter_context(lock)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_to_fork, after_in_parent=_held_for_fork.close, after_in_child=_held_for_fork.close)
 
 
 @contextlib.contextmanager
@@ -61,7 +78,10 @@ def num_threads() -> int:
         _warn_of_fork(os.getpid())
         return 1
     asked = _asked.get()
-    return numba.get_num_threads() if asked is None else min(asked, config.NUMBA_NUM_THREADS)
+    if asked is not None:
+        return min(asked, config.NUMBA_NUM_THREADS)
+    with _launch_lock:  # Numba starts its threads on this question.
+        return numba.get_num_threads()
 
 
 @cache

@@ -1,10 +1,21 @@
 """Fixtures for all tests."""
 
+import contextlib
+import platform
+import sys
+
 import numpy as np
 import pytest
 
 import numba_mla
+from numba_mla.testing import amx
 from numba_mla.testing.amx.fixture import amx_emulation  # noqa: F401
+
+AMX = "amx_bf16"
+RUNS_TILES = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+# Tile instructions are run everywhere that they can be emulated.
+ISAS = tuple(name for name in numba_mla.available_isas() if name != AMX)
+ALL_ISAS = (*([pytest.param(AMX, marks=pytest.mark.amx)] if RUNS_TILES else []), *ISAS)
 
 
 @pytest.fixture
@@ -13,8 +24,18 @@ def rng(request):
     return np.random.default_rng(list(request.node.nodeid.encode()))
 
 
-@pytest.fixture(params=numba_mla.available_isas())
+@pytest.fixture(params=ALL_ISAS)
 def isa(request):
-    """Every instruction set that this machine runs."""
+    """Every instruction set that this machine runs, or emulates."""
+    with contextlib.ExitStack() as stack:
+        if request.param == AMX:
+            stack.enter_context(amx.emulate())
+        stack.enter_context(numba_mla.use_isa(request.param))
+        yield request.param
+
+
+@pytest.fixture(params=ISAS)
+def vector_isa(request):
+    """Every instruction set whose products run on vectors."""
     with numba_mla.use_isa(request.param):
         yield request.param

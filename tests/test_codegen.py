@@ -54,8 +54,8 @@ def rows_of(matrix):
 
 
 @pytest.fixture
-def record(isa):
-    return runtime.select_isa(isa)
+def record(vector_isa):
+    return runtime.select_isa(vector_isa)
 
 
 def sizes(record):
@@ -102,8 +102,17 @@ def test_value_block(record, rng, accumulate):
             sums = record.multiply_add.twin(weight, joined[step : step + 1].copy(), sums)
         expected[1:-1, 2:-2] = sums
         pointers = rows_of(v)
-        function(record, blocks.value_name(lanes, vectors), 9)(
-            at(pointers), 5 * v.itemsize, keys, at(p), p.strides[0], at(o[1:, 2:]), o.strides[0], at(alpha), accumulate
+        function(record, blocks.value_name(lanes, vectors), 10)(
+            at(pointers),
+            0,
+            5 * v.itemsize,
+            keys,
+            at(p),
+            p.strides[0],
+            at(o[1:, 2:]),
+            o.strides[0],
+            at(alpha),
+            accumulate,
         )
         np.testing.assert_array_equal(o, expected)
 
@@ -216,19 +225,24 @@ def test_packing_queries(record, rng, n):
 
 @pytest.mark.parametrize("n", [1, 5, 16, 31, 100])
 def test_rows_to_the_native_type(record, rng, n):
-    """Exact where the native type holds the values; where a step takes two, a zero follows."""
-    exact = [
-        element for element in FORMATS if record.k_pack == 1 or element.num_bytes == 1 or element.name == record.native
-    ]
-    for element in exact:
-        dtype, native = DTYPES[element.name], DTYPES[record.native]
-        row = rng.standard_normal(n + 2, dtype=np.float32).astype(dtype)
-        out = np.full(n + 3, 7.5, native)
+    """Exact where the native type holds the values, with canaries at both ends."""
+    for element in FORMATS:
+        if record.k_pack > 1 and element.num_bytes > 1 and element.name != record.native:
+            continue
+        row = rng.standard_normal(n + 2, dtype=np.float32).astype(DTYPES[element.name])
+        out = np.full(n + 2, 7.5, DTYPES[record.native])
         function(record, f"native_{element.name}", 4)(at(out[1:]), at(row[1:]), n, at(row))
-        np.testing.assert_array_equal(out[1 : n + 1].astype(np.float32), row[1:-1].astype(np.float32))
-        after = out[n + 1].astype(np.float32)
-        assert after == (7.5 if record.k_pack == 1 else 0)
+        np.testing.assert_array_equal(out[1:-1].astype(np.float32), row[1:-1].astype(np.float32))
         assert out[0].astype(np.float32) == out[-1].astype(np.float32) == 7.5
+
+
+def test_clear_and_copy(record, rng):
+    row = rng.integers(1, 255, 100, dtype=np.uint8)
+    target = np.full(102, 7, np.uint8)
+    function(record, "copy", 3)(at(target[1:]), at(row), 100)
+    np.testing.assert_array_equal(target, np.concatenate([[7], row, [7]]))
+    function(record, "clear", 2)(at(target[1:]), 100)
+    assert target.nonzero()[0].tolist() == [0, 101]
 
 
 def test_pairs_of_rows_to_float32(record, rng):

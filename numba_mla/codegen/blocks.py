@@ -103,15 +103,15 @@ def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
 def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
     """``O[lane, column] = O[lane, column] alpha[lane] + sum_k P[k, lane] V[k, column]``.
 
-    Arguments of the function: ``v``, the addresses of the value rows, and ``at``, the bytes from there to the
-    block's first column; ``k`` keys, a multiple of the unrolling; ``p`` with ``ldp`` bytes a step of
-    ``k_pack`` keys; ``o`` with ``ldo`` bytes a lane; ``alpha``, the lanes' rescaling; ``accumulate``, 0 to
-    start from zero.
+    Arguments of the function: ``v``, the addresses of the value rows (``ldv`` is not looked at), and ``at``,
+    the bytes from a row's start to the block's first column; ``k`` keys, a multiple of the unrolling; ``p``
+    with ``ldp`` bytes a step of ``k_pack`` keys; ``o`` with ``ldo`` bytes a lane; ``alpha``, the lanes'
+    rescaling; ``accumulate``, 0 to start from zero.
     """
     f = Function(
         value_name(lanes, vectors),
-        [("ptr", "v"), ("i64", "at"), ("i64", "k"), ("ptr", "p"), ("i64", "ldp"), ("ptr", "o"), ("i64", "ldo"),
-         ("ptr", "alpha"), ("i64", "accumulate")],
+        [("ptr", "v"), ("i64", "ldv"), ("i64", "at"), ("i64", "k"), ("ptr", "p"), ("i64", "ldp"), ("ptr", "o"),
+         ("i64", "ldo"), ("ptr", "alpha"), ("i64", "accumulate")],
     )  # fmt: skip
     write = _TileWriter(f, isa)
     kind = f"<{isa.vector_width} x float>"
@@ -190,6 +190,11 @@ def _shuffle_pairs(f: Function, isa: Isa, sums: list[str], low: list[int], high:
             pair = f"{kind} {sums[j]}, {kind} {sums[j + 1]}"
             shuffled.append(f.value(f"shufflevector {pair}, <{width} x i32> <{indices}>"))
     return shuffled
+
+
+def peak_flops(isa: Isa) -> int:
+    """Floating point operations of one turn of the peak loop."""
+    return 2 * PEAK_SUMS * isa.vector_width * isa.k_pack
 
 
 def build_peak(isa: Isa) -> Function:

@@ -17,7 +17,8 @@ from ..isa import Isa
 from . import store
 from .module import build_module, symbols
 
-_lock = threading.Lock()
+# Reentrant, for calls in signal handlers.
+link_lock = threading.RLock()
 # Execution engines own the machine code: kept for the life of the process.
 _engines: list[llvm.ExecutionEngine] = []
 
@@ -49,7 +50,7 @@ def link(isa: Isa, triple: str) -> dict[str, int]:
     """Addresses of a record's functions by symbol, compiled or taken from the cache folder."""
     text = build_module(isa, triple)
     name = f"{isa.name}-{store.content_hash(text, llvmlite.__version__, str(llvm.llvm_version_info))}.o"
-    with _lock:
+    with link_lock:
         machine = target_machine(isa, triple)
         compiled = store.load(name)
         if compiled is None:

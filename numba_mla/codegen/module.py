@@ -6,12 +6,14 @@ import re
 from functools import cache
 
 from ..isa import Isa
-from . import blocks, rows, softmax
+from . import blocks, rows, softmax, tiles
+from .text import Function
 from .vector import FLOAT8S, FLOATS, FORMATS
 
 _DECLARATIONS = (
     "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
     "declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)",
+    "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
 )
 
 
@@ -24,24 +26,42 @@ def block_shapes(isa: Isa) -> tuple[list[tuple[int, int]], list[tuple[int, int]]
     """Shapes that the dot block and the value block are written for.
 
     Key rows are padded (with rows of zeros), so scores need one row count; lanes of an item and rows of a
-    product are exact.
+    product are exact, or whole granules.
     """
     rows, vectors = isa.blocks.score
     dots = {(rows, v) for v in range(1, vectors + 1)}
-    dots |= {(r, isa.blocks.weight[1]) for r in halvings(isa.blocks.weight[0])}
+    dots |= {(r, isa.blocks.weight[1]) for r in halvings(isa.blocks.weight[0]) if r >= isa.granule}
     lanes, columns = isa.blocks.value
-    values = {(n, v) for n in halvings(lanes) for v in range(isa.k_pack, columns + 1, isa.k_pack)}
+    values = {(n, v) for n in halvings(lanes) if n >= isa.granule for v in range(isa.k_pack, columns + 1, isa.k_pack)}
     return sorted(dots), sorted(values)
+
+
+def peak_flops(isa: Isa) -> int:
+    """Floating point operations of one turn of a record's peak loop."""
+    return (blocks if isa.tiles is None else tiles).peak_flops(isa)
+
+
+def _products(isa: Isa) -> list[Function]:
+    """The register blocks of both products, of vectors or of tiles, and what only the latter need."""
+    dots, values = block_shapes(isa)
+    kind = blocks if isa.tiles is None else tiles
+    products = [kind.build_dot(isa, *shape) for shape in dots] + [kind.build_value(isa, *shape) for shape in values]
+    products.append(kind.build_peak(isa))
+    if isa.tiles is not None:
+        products += [
+            tiles.build_transpose_steps(isa),
+            tiles.build_interleave(isa),
+            tiles.build_configure(isa),
+            tiles.build_release(isa),
+        ]
+    return products
 
 
 @cache
 def build_module(isa: Isa, triple: str) -> str:
     """The text of the module: every register block and stage of the record, in a fixed order."""
-    dots, values = block_shapes(isa)
     functions = [
-        *(blocks.build_dot(isa, rows, vectors) for rows, vectors in dots),
-        *(blocks.build_value(isa, lanes, vectors) for lanes, vectors in values),
-        blocks.build_peak(isa),
+        *_products(isa),
         blocks.build_read(isa),
         softmax.build_mask(isa),
         softmax.build_softmax(isa),
@@ -50,6 +70,7 @@ def build_module(isa: Isa, triple: str) -> str:
         rows.build_scale(isa),
         rows.build_scale_columns(isa),
         rows.build_any_nonfinite(isa),
+        rows.build_clear(),
         rows.build_copy(),
         *(rows.build_widen(isa, element) for element in FORMATS),
         *(rows.build_widen_pairs(isa, element) for element in FORMATS),
@@ -63,6 +84,10 @@ def build_module(isa: Isa, triple: str) -> str:
     declarations = {*_DECLARATIONS, *(_multiply_add(width) for width in (1, isa.vector_width))}
     for op in (isa.broadcast, isa.multiply_add):
         declarations.update(line.format(width=isa.vector_width, half=2 * isa.vector_width) for line in op.declarations)
+    if isa.tiles is not None:
+        shape = ", ".join(f"i8 {byte}" for byte in tiles.tile_configuration())
+        declarations.update(isa.tiles.declarations)
+        declarations.add(f"@tile_configuration = private constant [64 x i8] [{shape}], align 64")
     parts = [
         f'target triple = "{triple}"',
         *sorted(declarations),

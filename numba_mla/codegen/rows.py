@@ -93,10 +93,7 @@ def build_widen_pairs(isa: Isa, element: ElementFormat) -> Function:
 
 
 def build_native(isa: Isa, element: ElementFormat) -> Function:
-    """One row to the native element type, and, where a step takes two, a zero after it to fill the last step.
-
-    ``ahead`` is a row that will be read soon, prefetched alongside.
-    """
+    """One row to the native element type; ``ahead`` is a row that will be read soon, prefetched alongside."""
     native = next(known for known in FORMATS if known.name == isa.native)
     f = Function(f"native_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n"), ("ptr", "ahead")])
 
@@ -110,10 +107,6 @@ def build_native(isa: Isa, element: ElementFormat) -> Function:
         f.store(f"<{width} x {native.llvm}>", x, f.offset("%target", f.value(f"mul i64 {index}, {native.num_bytes}")))
 
     _each_vector(f, isa, emit)
-    if isa.k_pack > 1:
-        f.store(
-            f"<1 x {native.llvm}>", "zeroinitializer", f.offset("%target", f.value(f"mul i64 %n, {native.num_bytes}"))
-        )
     return f
 
 
@@ -173,7 +166,7 @@ def build_pack(isa: Isa, element: ElementFormat) -> Function:
     with f.loop(0, whole, width) as k:
         at = f.value(f"mul i64 {k.index}, {step_bytes}")
         target = f.offset("%target", f.value(f"mul i64 {k.index}, %ldt"))
-        for column in _transpose(f, width, [load(width, f.offset(row, at)) for row in rows]):
+        for column in transpose(f, width, [load(width, f.offset(row, at)) for row in rows]):
             f.store(kind, column, target)
             target = f.offset(target, "%ldt")
     with f.loop(whole, steps, 1) as k:
@@ -224,6 +217,13 @@ def build_any_nonfinite(isa: Isa) -> Function:
     return f
 
 
+def build_clear() -> Function:
+    """Set bytes to zero."""
+    f = Function("clear", [("ptr", "target"), ("i64", "num_bytes")])
+    f.do("call void @llvm.memset.p0.i64(ptr %target, i8 0, i64 %num_bytes, i1 false)")
+    return f
+
+
 def build_copy() -> Function:
     """Copy bytes."""
     f = Function("copy", [("ptr", "target"), ("ptr", "source"), ("i64", "num_bytes")])
@@ -240,7 +240,7 @@ def _each_vector(f: Function, isa: Isa, emit: Callable[[int, str], None]) -> Non
         emit(1, f.value(f"shl i64 {rest.index}, 2"))
 
 
-def _transpose(f: Function, width: int, rows: list[str]) -> list[str]:
+def transpose(f: Function, width: int, rows: list[str]) -> list[str]:
     """A width x width transpose in log2(width) rounds: round ``d`` swaps bit d of the row and lane numbers."""
     kind = f"<{width} x float>"
     distance = 1

@@ -10,6 +10,8 @@ from .host import Host
 from .record import Isa
 
 _NEEDED = {"avx2", "fma"}
+CPU = "x86-64-v3"
+FEATURES = ""
 
 
 def runs_on(host: Host) -> bool:
@@ -19,4 +21,4 @@ def runs_on(host: Host) -> bool:
 
 def record(host: Host) -> Isa:
     """The same record, and so the same bits, on every machine that has it."""
-    return replace(generic.record(host), name="avx2", cpu="x86-64-v3", features="", blocks=AVX_BLOCKS)
+    return replace(generic.record(host), name="avx2", cpu=CPU, features=FEATURES, blocks=AVX_BLOCKS)

@@ -11,21 +11,27 @@ from .host import Host
 from .record import Blocks, Isa, TileOp
 
 _FEATURE = "avx512bf16"
+CPU = avx512f.CPU
+FEATURES = f"{avx512f.FEATURES},+{_FEATURE}"
 
 
-def _flushed(x: np.ndarray) -> np.ndarray:
-    """Subnormal numbers as zeros, as the instruction reads and writes them."""
+def flushed(x: np.ndarray) -> np.ndarray:
+    """Subnormal numbers as zeros, as the dot instructions read and write them."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x).astype(np.float32)
+
+
+def pairs(x: np.ndarray) -> np.ndarray:
+    """Dot steps in the bits of float32, (..., n), as flushed numbers (..., n, 2)."""
+    numbers = flushed(np.ascontiguousarray(x).view(ml_dtypes.bfloat16).astype(np.float32))
+    return numbers.reshape(*x.shape, 2)
 
 
 def _dot_pairs(a: np.ndarray, b: np.ndarray, acc: np.ndarray) -> np.ndarray:
     """acc + a[1] b[1], then + a[0] b[0], each a fused multiply-add on flushed numbers."""
-    left, right = (_flushed(x.view(ml_dtypes.bfloat16).astype(np.float32)) for x in (a, b))
-    left, right = (x.reshape(*x.shape[:-1], -1, 2) for x in (left, right))
-    total = _flushed(acc)
+    left, right, total = pairs(a), pairs(b), flushed(acc)
     for element in (1, 0):
         product = left[..., element].astype(np.float64) * right[..., element]
-        total = _flushed((product + total).astype(np.float32))
+        total = flushed((product + total).astype(np.float32))
     return total
 
 
@@ -53,8 +59,8 @@ def record(host: Host) -> Isa:
     """The same record, and so the same bits, on every machine that has it."""
     return Isa(
         name="avx512bf16",
-        cpu="x86-64-v4",
-        features=f"{avx512f.WIDE},+{_FEATURE}",
+        cpu=CPU,
+        features=FEATURES,
         blocks=Blocks(16, score=(8, 1), value=(8, 2), weight=(4, 4)),
         k_pack=2,
         p_rounding=2.0**-8,

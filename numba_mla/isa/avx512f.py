@@ -10,8 +10,9 @@ from .host import Host
 from .record import Isa
 
 NEEDED = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
-# x86-64-v4 alone would be kept to vectors of 256 bits.
-WIDE = "-prefer-256-bit"
+CPU = "x86-64-v4"
+# Left alone it would be kept to vectors of 256 bits.
+FEATURES = "-prefer-256-bit"
 
 
 def runs_on(host: Host) -> bool:
@@ -21,4 +22,4 @@ def runs_on(host: Host) -> bool:
 
 def record(host: Host) -> Isa:
     """The same record, and so the same bits, on every machine that has it."""
-    return replace(generic.record(host), name="avx512f", cpu="x86-64-v4", features=WIDE, blocks=AVX512_BLOCKS)
+    return replace(generic.record(host), name="avx512f", cpu=CPU, features=FEATURES, blocks=AVX512_BLOCKS)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import llvmlite.binding as llvm
+
+from .permission import tiles_are_granted
+
+# What LLVM calls the tile instructions of this package.
+TILE_FEATURES = frozenset({"amx-tile", "amx-bf16"})
 
 
 @dataclass(frozen=True)
@@ -19,11 +24,15 @@ class Host:
     feature_string : str
         The features as LLVM's command line takes them, those that are off included: a CPU's name may promise
         what the operating system has not switched on.
+    tiles : bool
+        Whether AMX tile instructions run: the processor has a palette and the system grants it, or they are
+        emulated.
     """
 
     triple: str
     cpu: str
     feature_string: str
+    tiles: bool = False
 
     @property
     def features(self) -> frozenset[str]:
@@ -42,6 +51,7 @@ def detect(cpu_name: str | None = None, cpu_features: str | None = None) -> Host
         that LLVM knows it by, not the host's.
     """
     triple = llvm.get_process_triple()
-    if cpu_name is None:
-        return Host(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    return Host(triple, cpu_name, cpu_features or "")
+    if cpu_name is not None:
+        return Host(triple, cpu_name, cpu_features or "")
+    host = Host(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    return replace(host, tiles=host.features >= TILE_FEATURES and tiles_are_granted())

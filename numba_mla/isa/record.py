@@ -30,6 +30,31 @@ class TileOp:
 
 
 @dataclass(frozen=True)
+class TileOps:
+    """Instructions on tile operands of 16 rows of 64 bytes, as LLVM text, and what the dot product means.
+
+    Parameters
+    ----------
+    load, store, zero, dot, configure, release : str
+        Templates of one LLVM line. Tiles are named by number: ``{tile}``, or ``{total}``, ``{left}`` and
+        ``{right}``; ``{pointer}`` and ``{stride}`` say where in memory.
+    declarations : tuple of str
+        Intrinsics that they call.
+    twin : callable
+        ``(left, right, total)`` on numpy arrays, in the bits of float32.
+    """
+
+    load: str
+    store: str
+    zero: str
+    dot: str
+    configure: str
+    release: str
+    declarations: tuple[str, ...]
+    twin: Callable[..., np.ndarray]
+
+
+@dataclass(frozen=True)
 class Blocks:
     """Register blocks, MR x NR: rows of the broadcast operand x vectors of the other.
 
@@ -80,6 +105,8 @@ class Isa:
     multiply_add : TileOp
         ``(a, b, acc)`` -> acc + a . b, lane by lane; a and b hold ``k_pack`` elements a lane, in the bits of
         one float32.
+    tiles : TileOps or None
+        Where both products run on tile operands instead.
     """
 
     name: str
@@ -94,6 +121,12 @@ class Isa:
     lane_group: int
     broadcast: TileOp
     multiply_add: TileOp
+    tiles: TileOps | None = None
+
+    @property
+    def granule(self) -> int:
+        """Rows, lanes and dot steps that the products take together: what a tile holds, or 1."""
+        return 1 if self.tiles is None else 16
 
     @property
     def vector_width(self) -> int:

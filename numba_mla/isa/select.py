@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 from ..errors import IsaUnavailableError
-from . import avx2, avx512bf16, avx512f, generic
+from . import amx_bf16, avx2, avx512bf16, avx512f, generic
 from .host import Host
 from .record import Isa
 
 # Best first. Each module says whether it runs on a host, and gives its record for it.
 MODULES: dict[str, ModuleType] = {
+    "amx_bf16": amx_bf16,
     "avx512bf16": avx512bf16,
     "avx512f": avx512f,
     "avx2": avx2,

@@ -8,6 +8,10 @@ from .compile import kernel
 from .context import (
     ANY_NONFINITE,
     COLUMN_STEP,
+    COPY,
+    GRANULE,
+    INTERLEAVE,
+    K_PACK,
     KEY_PADDING,
     MASK,
     NATIVE_BYTES,
@@ -15,6 +19,7 @@ from .context import (
     SCORE_ROWS,
     SCORE_VECTORS,
     SOFTMAX,
+    TRANSPOSE_STEPS,
     VALUE,
     VALUE_LANES,
     VALUE_VECTORS,
@@ -50,6 +55,20 @@ class State(NamedTuple):
     out_stride: int
 
 
+class Spare(NamedTuple):
+    """Memory that one key tile may use as it likes: row addresses, scores, outputs, and pairs of value rows.
+
+    ``zeros`` is a row of zeros.
+    """
+
+    rows: int
+    scores: int
+    out: int
+    pairs: int
+    pairs_stride: int
+    zeros: int
+
+
 @kernel
 def score(context, rows, ahead, num_keys, q_packed, num_lanes, steps, scores):
     """S[key, lane] for whole blocks of key rows; ``ahead`` rows are prefetched on the first pass over lanes."""
@@ -78,12 +97,22 @@ def score(context, rows, ahead, num_keys, q_packed, num_lanes, steps, scores):
 
 
 @kernel
-def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, value_width, out, out_stride, alpha,
-                 accumulate):  # fmt: skip
-    """O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key], for whole blocks of keys."""
+def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, padded_lanes, value_width, out,
+                 out_stride, alpha, accumulate, spare):  # fmt: skip
+    """O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key], for whole blocks of keys.
+
+    P is used up: where the product runs on tiles, it is transposed where it stands.
+    """
     vector_width = context[VECTOR_WIDTH]
     vectors = context[VALUE_VECTORS]
     num_vectors = -(-value_width // context[COLUMN_STEP]) * (context[COLUMN_STEP] // vector_width)
+    values = rows
+    if context[INTERLEAVE] != 0:
+        call(context[TRANSPOSE_STEPS], (probabilities, row_bytes, num_keys // context[K_PACK], padded_lanes))
+        call(context[INTERLEAVE], (rows, num_keys, num_vectors * vector_width, spare.pairs, spare.pairs_stride))
+        values = spare.pairs
+    granule = context[GRANULE]
+    num_lanes = -(-num_lanes // granule) * granule
     for column in range(0, num_vectors, vectors):
         taken = min(vectors, num_vectors - column)
         at = context[NATIVE_BYTES] * vector_width * column
@@ -98,15 +127,15 @@ def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, v
                 log2_lanes -= 1
             call(
                 context[VALUE + log2_lanes * _MAX_VECTORS + taken - 1],
-                (rows, at, num_keys, probabilities + 4 * lane, row_bytes, out_at + lane * out_stride, out_stride,
-                 alpha + 4 * lane, accumulate),
+                (values, spare.pairs_stride, at, num_keys, probabilities + 4 * lane, row_bytes,
+                 out_at + lane * out_stride, out_stride, alpha + 4 * lane, accumulate),
             )  # fmt: skip
             lane += lanes
 
 
 @kernel
-def attend(context, key_rows, ahead, value_rows, spare_rows, zero_row, first, num_keys, lanes, state, scores, alpha,
-           steps, value_width, exponent_scale, accumulate):  # fmt: skip
+def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, scores, alpha, steps, value_width,
+           exponent_scale, accumulate, spare):  # fmt: skip
     """Take one key tile into a lane group's state.
 
     Parameters
@@ -115,8 +144,6 @@ def attend(context, key_rows, ahead, value_rows, spare_rows, zero_row, first, nu
         The instruction set's table.
     key_rows, ahead, value_rows : address
         Addresses of the tile's rows, padded with rows of zeros to KEY_PADDING; rows to prefetch.
-    spare_rows, zero_row : address
-        Room for as many row addresses; a row of zeros.
     first, num_keys : int
         Position of the tile's first key; its keys.
     lanes : Lanes
@@ -129,6 +156,7 @@ def attend(context, key_rows, ahead, value_rows, spare_rows, zero_row, first, nu
         scale * log2(e).
     accumulate : int
         0 for the first tile of a split.
+    spare : Spare
     """
     padding = context[KEY_PADDING]
     padded_keys = -(-num_keys // padding) * padding
@@ -142,21 +170,23 @@ def attend(context, key_rows, ahead, value_rows, spare_rows, zero_row, first, nu
         (scores, row_bytes, num_keys, padded_keys, lanes.padded, state.m, state.l, alpha, exponent_scale),
     )
     if not same and call_int(context[ANY_NONFINITE], (value_rows, num_keys, value_width)) != 0:
-        _weigh_seen_values(context, value_rows, spare_rows, zero_row, first, num_keys, padded_keys, lanes, state,
-                           scores, alpha, value_width, accumulate)  # fmt: skip
+        _weigh_seen_values(context, value_rows, first, num_keys, padded_keys, lanes, state, scores, alpha,
+                           value_width, accumulate, spare)  # fmt: skip
         return
-    weigh_values(context, value_rows, padded_keys, scores, row_bytes, lanes.num, value_width, state.out,
-                 state.out_stride, alpha, accumulate)  # fmt: skip
+    weigh_values(context, value_rows, padded_keys, scores, row_bytes, lanes.num, lanes.padded, value_width,
+                 state.out, state.out_stride, alpha, accumulate, spare)  # fmt: skip
 
 
 @kernel
-def _weigh_seen_values(context, value_rows, spare_rows, zero_row, first, num_keys, padded_keys, lanes, state,
-                       scores, alpha, value_width, accumulate):  # fmt: skip
+def _weigh_seen_values(context, value_rows, first, num_keys, padded_keys, lanes, state, scores, alpha, value_width,
+                       accumulate, spare):  # fmt: skip
     """The value product where a row that some lane does not see holds NaN or inf, which 0 would not silence.
 
-    Lanes that see the same keys go together, with every other row replaced by zeros: 0 * 0 adds exactly
-    nothing, as 0 * v does for a finite v, so the other lanes' bits are those of the plain product.
+    Lanes that see the same keys go together, in memory of their own, with every other row replaced by zeros:
+    0 * 0 adds exactly nothing, as 0 * v does for a finite v, so the other lanes' bits are those of the plain
+    product.
     """
+    vector_width, stride = context[VECTOR_WIDTH], state.out_stride
     lane = 0
     while lane < lanes.num:
         low = load_i32(lanes.low + 4 * lane)
@@ -166,7 +196,14 @@ def _weigh_seen_values(context, value_rows, spare_rows, zero_row, first, num_key
             end += 1
         for key in range(padded_keys):
             seen = key < num_keys and low <= first + key and first + key < high
-            store_i64(spare_rows + 8 * key, load_i64(value_rows + 8 * key) if seen else zero_row)
-        weigh_values(context, spare_rows, padded_keys, scores + 4 * lane, 4 * lanes.padded, end - lane, value_width,
-                     state.out + lane * state.out_stride, state.out_stride, alpha + 4 * lane, accumulate)  # fmt: skip
+            store_i64(spare.rows + 8 * key, load_i64(value_rows + 8 * key) if seen else spare.zeros)
+        count = end - lane
+        padded = -(-count // vector_width) * vector_width
+        for step in range(padded_keys // context[K_PACK]):
+            source = scores + 4 * (step * lanes.padded + lane)
+            call(context[COPY], (spare.scores + 4 * step * padded, source, 4 * count))
+        call(context[COPY], (spare.out, state.out + lane * stride, count * stride))
+        weigh_values(context, spare.rows, padded_keys, spare.scores, 4 * padded, count, padded, value_width, spare.out,
+                     stride, alpha + 4 * lane, accumulate, spare)  # fmt: skip
+        call(context[COPY], (state.out + lane * stride, spare.out, count * stride))
         lane = end

@@ -9,7 +9,18 @@ import numba
 from .attend import Lanes, attend
 from .combine import clear, merge
 from .compile import kernel
-from .context import COPY, K_PACK, NARROW, NATIVE_BYTES, PACK, SCALE, VECTOR_WIDTH
+from .context import (
+    CLEAR,
+    CONFIGURE_TILES,
+    COPY,
+    K_PACK,
+    NARROW,
+    NATIVE_BYTES,
+    PACK,
+    RELEASE_TILES,
+    SCALE,
+    VECTOR_WIDTH,
+)
 from .memory import call, fetch_add, load_f32, load_i64, store_f32, store_i32, store_i64
 from .problem import unpack
 from .schedule import (
@@ -48,12 +59,20 @@ def _join_parts(context, p, latent, rotary, joined):
 
 
 @kernel
+def _fill_steps(context, p, padded_lanes, scratch):
+    """Zeros for the dot steps that a row does not fill."""
+    real = -(-p.width // context[K_PACK])
+    step_bytes = 4 * padded_lanes
+    call(context[CLEAR], (scratch.q_packed + real * step_bytes, (dot_steps(context, p) - real) * step_bytes))
+
+
+@kernel
 def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
     """Read a lane group's queries into [dot step][lane], and note what each lane sees."""
     vector = context[VECTOR_WIDTH]
     first_lane, num_lanes = group[FIRST_LANE], group[NUM_LANES]
     padded = -(-num_lanes // vector) * vector
-    latent, rotary = scratch.key_rows, scratch.spare_rows
+    latent, rotary = scratch.key_rows, scratch.spare.rows
     for block in range(0, padded, vector):
         for i in range(vector):
             # Lanes of padding repeat what the last lane sees, so that they ask for no mask of their own.
@@ -75,6 +94,7 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
         call(context[PACK + p.q_element], (target, 4 * padded, latent, p.q_split))
         target += 4 * padded * (p.q_split // context[K_PACK])
         call(context[PACK + p.q_element], (target, 4 * padded, rotary, p.width - p.q_split))
+    _fill_steps(context, p, padded, scratch)
     common_end = visible_end(first_lane, p.group_heads, seq_len, num_new, p.causal)
     return Lanes(num_lanes, padded, scratch.q_packed, scratch.low, scratch.high, 0, common_end)
 
@@ -92,9 +112,9 @@ def _attend_split(context, p, sources, table, group, lanes, split, state, scratc
         value_rows = key_rows
         if p.values != 0:
             value_rows, _ = fetch(context, values, table, group[REQUEST], first, num_keys, end)
-        attend(context, key_rows, ahead, value_rows, scratch.spare_rows, scratch.zeros, first, num_keys, lanes,
-               state, scratch.scores, scratch.alpha, dot_steps(context, p), p.value_width, exponent_scale,
-               int(first > split * KV_SPLIT))  # fmt: skip
+        attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, scratch.scores, scratch.alpha,
+               dot_steps(context, p), p.value_width, exponent_scale, int(first > split * KV_SPLIT),
+               scratch.spare)  # fmt: skip
 
 
 @kernel
@@ -185,12 +205,16 @@ def _work(worker, context, packed_problem, score_scale, value_scale, seq_lens, q
     for at in range(scratch.zeros, scratch.states, 8):
         store_i64(at, 0)
     slots = workspace + num_workers * size
+    if context[CONFIGURE_TILES] != 0:
+        call(context[CONFIGURE_TILES], ())
     while True:
         index = fetch_add(next_item.ctypes.data, 1)
         if index >= len(items):
             break
         _run_item(context, p, items[index], groups, seq_lens, query_start_loc, table, slots, scratch, score_scale,
                   value_scale)  # fmt: skip
+    if context[RELEASE_TILES] != 0:
+        call(context[RELEASE_TILES], ())
 
 
 @kernel

@@ -17,19 +17,22 @@ ELEMENT_CODES = {element.name: code for code, element in enumerate(FORMATS)}
 ELEMENT_BYTES = tuple(element.num_bytes for element in FORMATS)
 _MAX_FORMATS = 8
 _MAX_VECTORS = 4
-_MAX_HALVINGS = 5
+_MAX_HALVINGS = 6
 
 # Sizes: of vectors and register blocks; keys or features of a dot step; value columns of a value block at least;
-# the native type, its code and bytes; lanes of an item at most; what the number of keys of a tile is padded to.
+# the native type, its code and bytes; lanes of an item at most; what the number of keys of a tile is padded to;
+# rows, lanes and dot steps that products take together.
 VECTOR_WIDTH, SCORE_ROWS, SCORE_VECTORS, VALUE_LANES, VALUE_VECTORS, WEIGHT_ROWS, WEIGHT_VECTORS = range(7)
-K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES, LANE_GROUP, KEY_PADDING = range(7, 13)
-# Functions that stand alone.
-MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS, ANY_NONFINITE, COPY, PEAK, READ = range(13, 23)
+K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES, LANE_GROUP, KEY_PADDING, GRANULE = range(7, 14)
+# Functions that stand alone; the last four only where products run on tiles.
+MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS, ANY_NONFINITE, CLEAR, COPY, PEAK, READ = range(14, 25)
+TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(25, 29)
 _ALONE = {MASK: "mask", SOFTMAX: "softmax", WEIGH: "weigh", BLEND: "blend", SCALE: "scale",
-          SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite", COPY: "copy", PEAK: "peak",
-          READ: "read"}  # fmt: skip
+          SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite", CLEAR: "clear", COPY: "copy",
+          PEAK: "peak", READ: "read", TRANSPOSE_STEPS: "transpose_steps", INTERLEAVE: "interleave",
+          CONFIGURE_TILES: "configure_tiles", RELEASE_TILES: "release_tiles"}  # fmt: skip
 # Families of functions: by element code, by vectors - 1, by log2 of the rows, or by both.
-WIDEN = 23
+WIDEN = 29
 WIDEN_PAIRS = WIDEN + _MAX_FORMATS
 TO_NATIVE = WIDEN_PAIRS + _MAX_FORMATS
 NARROW = TO_NATIVE + _MAX_FORMATS
@@ -57,10 +60,11 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     table[NATIVE] = ELEMENT_CODES[isa.native]
     table[NATIVE_BYTES] = ELEMENT_BYTES[ELEMENT_CODES[isa.native]]
     table[LANE_GROUP] = isa.lane_group
+    table[GRANULE] = isa.granule
     # Both products take whole blocks of keys.
-    table[KEY_PADDING] = max(isa.blocks.score[0], VALUE_UNROLL)
+    table[KEY_PADDING] = max(isa.blocks.score[0], VALUE_UNROLL, isa.granule * isa.k_pack)
     for place, name in _ALONE.items():
-        table[place] = addresses[name]
+        table[place] = addresses.get(name, 0)
     for family, word in _BY_ELEMENT.items():
         for name, code in ELEMENT_CODES.items():
             # Queries and results are never fp8, nothing else is quantised: 0 where there is no function.
@@ -68,8 +72,12 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     for v in range(1, isa.blocks.score[1] + 1):
         table[SCORE_DOT + v - 1] = addresses[dot_name(isa.blocks.score[0], v)]
     for rows in halvings(isa.blocks.weight[0]):
+        if rows < isa.granule:
+            continue
         table[WEIGHT_DOT + rows.bit_length() - 1] = addresses[dot_name(rows, isa.blocks.weight[1])]
     for lanes in halvings(isa.blocks.value[0]):
+        if lanes < isa.granule:
+            continue
         for v in range(isa.k_pack, isa.blocks.value[1] + 1, isa.k_pack):
             table[VALUE + (lanes.bit_length() - 1) * _MAX_VECTORS + v - 1] = addresses[value_name(lanes, v)]
     return table

@@ -9,9 +9,13 @@ import numpy as np
 
 from .compile import kernel
 from .context import (
+    CLEAR,
+    CONFIGURE_TILES,
+    GRANULE,
     K_PACK,
     NARROW,
     NATIVE,
+    RELEASE_TILES,
     SCALE,
     SCALE_COLUMNS,
     TO_NATIVE,
@@ -22,6 +26,7 @@ from .context import (
     WIDEN_PAIRS,
 )
 from .memory import call, fetch_add, store_i64
+from .rows import native_row, padded_width
 
 # Rows of a, steps of k and weight panels that one pass takes: a's rows and a panel stay in the second-level
 # cache. k is cut for the cache alone: sums go on where they stopped.
@@ -36,7 +41,7 @@ LINE = 64
 class Product(NamedTuple):
     """Addresses, strides in bytes and sizes of one call; the fields are the order of the packed integers.
 
-    A panel of the weight has rows of ``w_pack`` steps of k side by side, the last one filled with zeros.
+    A panel of the weight has ``w_pack`` elements of k side by side, ``w_k`` in all, filled up with zeros.
     ``scales`` is 0, or a float32 for each column of a panel and each ``scale_rows`` steps of k.
     """
 
@@ -49,6 +54,7 @@ class Product(NamedTuple):
     w_element: int
     w_bytes: int
     w_pack: int
+    w_k: int
     scales: int
     scale_rows: int
     out: int
@@ -81,7 +87,7 @@ class Scratch(NamedTuple):
 def unpack(n):
     """The product from its packed integers."""
     return Product(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
-                   n[15], n[16], n[17], n[18], n[19], n[20])  # fmt: skip
+                   n[15], n[16], n[17], n[18], n[19], n[20], n[21])  # fmt: skip
 
 
 @kernel
@@ -108,28 +114,38 @@ def workspace_bytes(context, num_workers):
 
 @kernel
 def _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch):
-    """Addresses of rows of a, from step ``first_k`` on: in place, or converted to the native type."""
-    in_place = p.a_element == context[NATIVE] and num_k % context[K_PACK] == 0
+    """Addresses of rows of a, from element ``first_k`` on: in place, or in the native type and filled up.
+
+    Where products take several rows together, the last ones are joined by rows of zeros.
+    """
+    together = context[GRANULE]
+    padded_rows = -(-num_rows // together) * together
+    in_place = p.a_element == context[NATIVE] and padded_width(context, num_k) == num_k and padded_rows == num_rows
     source = p.a + head * p.a_head_stride + first_row * p.a_row_stride + first_k * p.a_bytes
+    stride = 4 * K_BLOCK + LINE
     for i in range(num_rows):
         here = source
         if not in_place:
-            here = scratch.a_panel + i * (4 * K_BLOCK + LINE)
-            call(context[TO_NATIVE + p.a_element], (here, source, num_k, source))
+            here = scratch.a_panel + i * stride
+            native_row(context, here, source, p.a_element, num_k, source)
         store_i64(scratch.rows + 8 * i, here)
         source += p.a_row_stride
+    for i in range(num_rows, padded_rows):
+        here = scratch.a_panel + i * stride
+        call(context[CLEAR], (here, stride))
+        store_i64(scratch.rows + 8 * i, here)
+    return padded_rows
 
 
 @kernel
 def _place_panel(context, p, panel, first_k, num_k, scratch):
     """The address of a panel's part from step ``first_k`` on: in place, or converted to the native type."""
     width = panel_width(context)
-    padded_k = -(-p.k // p.w_pack) * p.w_pack
-    weights = p.w + (panel * padded_k + first_k) * width * p.w_bytes
+    weights = p.w + (panel * p.w_k + first_k) * width * p.w_bytes
     if p.w_element == context[NATIVE] and p.w_pack == context[K_PACK]:
         return weights
     if p.w_pack == context[K_PACK]:
-        padded = -(-num_k // p.w_pack) * p.w_pack
+        padded = padded_width(context, num_k)
         call(context[TO_NATIVE + p.w_element], (scratch.w_panel, weights, padded * width, weights + BYTES_AHEAD))
     else:
         call(context[WIDEN_PAIRS + p.w_element], (scratch.w_panel, weights, -(-num_k // 2), width))
@@ -157,7 +173,7 @@ def _multiply_panel(context, p, panel, num_rows, first_k, num_k, scratch, sums, 
     """Add one panel's part of the product: rows by blocks of falling size, so that none is computed in vain."""
     width = panel_width(context)
     weights = _place_panel(context, p, panel, first_k, num_k, scratch)
-    steps = -(-num_k // context[K_PACK])
+    steps = padded_width(context, num_k) // context[K_PACK]
     row, block, log2_block = 0, context[WEIGHT_ROWS], 0
     while (1 << (log2_block + 1)) <= block:
         log2_block += 1
@@ -187,10 +203,11 @@ def _run_item(context, p, item, scale, scratch):
         num_rows = min(ROW_BLOCK, p.num_rows - first_row)
         for first_k in range(0, p.k, K_BLOCK):
             num_k = min(K_BLOCK, p.k - first_k)
-            _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch)
+            padded_rows = _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch)
             for i in range(num_panels):
-                _multiply_panel(context, p, head * panels_a_head + first_panel + i, num_rows, first_k, num_k, scratch,
-                                scratch.sums + 4 * i * width, stride)  # fmt: skip
+                panel = head * panels_a_head + first_panel + i
+                _multiply_panel(context, p, panel, padded_rows, first_k, num_k, scratch, scratch.sums + 4 * i * width,
+                                stride)  # fmt: skip
         for i in range(num_rows):
             sums = scratch.sums + i * stride
             if p.scaled != 0:
@@ -212,11 +229,15 @@ def _work(worker, context, packed, scale, num_items, next_item, workspace):
     """One worker: take items until there are none."""
     p = unpack(packed)
     scratch = lay_out(context, workspace + worker * lay_out(context, numba.int64(0)).end)
+    if context[CONFIGURE_TILES] != 0:
+        call(context[CONFIGURE_TILES], ())
     while True:
         item = fetch_add(next_item.ctypes.data, 1)
         if item >= num_items:
             break
         _run_item(context, p, item, scale, scratch)
+    if context[RELEASE_TILES] != 0:
+        call(context[RELEASE_TILES], ())
 
 
 @kernel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .compile import kernel
-from .context import COPY, ELEMENT_CODES, NARROW, SCALE, WIDEN
+from .context import CLEAR, COPY, ELEMENT_CODES, GRANULE, K_PACK, NARROW, NATIVE_BYTES, SCALE, TO_NATIVE, WIDEN
 from .memory import call, load_f32
 
 _E4M3FN = ELEMENT_CODES["float8_e4m3fn"]
@@ -32,6 +32,26 @@ def widen_row(context, target, source, element, width, ahead):
         context[WIDEN + _BFLOAT16],
         (target + 4 * DS_LATENT, source + DS_ROTARY_AT, DS_ROTARY, ahead + DS_ROTARY_AT),
     )
+
+
+@kernel
+def padded_width(context, width):
+    """Elements of a row once its last dot steps are filled up with zeros."""
+    together = context[K_PACK] * context[GRANULE]
+    return -(-width // together) * together
+
+
+@kernel
+def native_row(context, target, source, element, width, ahead):
+    """A whole row to the native type, filled up with zeros; ``ahead`` is a row that will be read soon."""
+    if element == FP8_DS_MLA:
+        widen_row(context, target, source, element, width, ahead)
+    else:
+        call(context[TO_NATIVE + element], (target, source, width, ahead))
+    size = context[NATIVE_BYTES]
+    padding = padded_width(context, width) - width
+    if padding > 0:
+        call(context[CLEAR], (target + width * size, padding * size))
 
 
 @kernel

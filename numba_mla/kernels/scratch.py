@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import numba
 
-from .attend import State
+from .attend import Spare, State
 from .compile import kernel
-from .context import COLUMN_STEP, K_PACK, KEY_PADDING, LANE_GROUP, NATIVE, NATIVE_BYTES
+from .context import COLUMN_STEP, INTERLEAVE, K_PACK, KEY_PADDING, LANE_GROUP, NATIVE, NATIVE_BYTES
 from .problem import unpack
+from .rows import padded_width
 from .schedule import KEY_TILE
 from .source import ROWS_AHEAD, RowSource
 
@@ -29,7 +30,7 @@ class Scratch(NamedTuple):
     value_panel: int
     value_stride: int
     rows_bytes: int
-    spare_rows: int
+    spare: Spare
     low: int
     high: int
     alpha: int
@@ -55,9 +56,15 @@ def _panel_stride(num_bytes):
 
 
 @kernel
+def padded_columns(context, p):
+    """Value columns, the last vectors filled up."""
+    return -(-p.value_width // context[COLUMN_STEP]) * context[COLUMN_STEP]
+
+
+@kernel
 def dot_steps(context, p):
-    """Steps of a score's dot product."""
-    return -(-p.width // context[K_PACK])
+    """Steps of a score's dot product, the last ones filled up with zeros."""
+    return padded_width(context, p.width) // context[K_PACK]
 
 
 @kernel
@@ -67,12 +74,13 @@ def lay_out(context, p, longest_run, base):
     padded_keys = KEY_TILE + context[KEY_PADDING]
     lane_bytes = line_up(4 * group)
     rows_bytes = line_up(8 * (padded_keys + ROWS_AHEAD))
-    columns = -(-p.value_width // context[COLUMN_STEP]) * context[COLUMN_STEP]
+    columns = padded_columns(context, p)
     out_stride = line_up(4 * columns)
-    # One element more than a row has: where a step takes two, an odd row is filled up.
+    width = padded_width(context, p.width)
     shared = p.values == 0
-    key_stride = _panel_stride(context[NATIVE_BYTES] * (max(p.width, columns) if shared else p.width) + 4)
-    value_stride = key_stride if shared else _panel_stride(context[NATIVE_BYTES] * columns + 4)
+    key_stride = _panel_stride(context[NATIVE_BYTES] * (max(width, columns) if shared else width))
+    value_stride = key_stride if shared else _panel_stride(context[NATIVE_BYTES] * columns)
+    pairs_stride = _panel_stride(4 * columns)
     state_bytes = group * out_stride + 2 * lane_bytes
     levels = 2
     while (1 << (levels - 2)) < longest_run:
@@ -81,25 +89,29 @@ def lay_out(context, p, longest_run, base):
     scores = q_packed + line_up(4 * dot_steps(context, p) * group)
     key_rows = scores + line_up(4 * padded_keys * group)
     key_panel = key_rows + 2 * rows_bytes
-    value_rows = key_panel + KEY_TILE * key_stride
+    value_rows = key_panel + padded_keys * key_stride
     value_panel = value_rows + 2 * rows_bytes
-    spare_rows = value_panel + (numba.int64(0) if shared else KEY_TILE * value_stride)
-    low = spare_rows + rows_bytes
+    pairs = value_panel + (numba.int64(0) if shared else padded_keys * value_stride)
+    spare_rows = pairs + (numba.int64(0) if context[INTERLEAVE] == 0 else padded_keys // 2 * pairs_stride)
+    spare_scores = spare_rows + rows_bytes
+    spare_out = spare_scores + line_up(4 * padded_keys * group)
+    low = spare_out + group * out_stride
     high = low + lane_bytes
     alpha = high + lane_bytes
     weights = alpha + lane_bytes
     zeros = weights + 2 * lane_bytes
     states = zeros + line_up(max(4 * p.width, key_stride, value_stride, out_stride))
     end = states + levels * state_bytes
+    spare = Spare(spare_rows, spare_scores, spare_out, pairs, pairs_stride, zeros)
     return Scratch(q_packed, scores, key_rows, key_panel, key_stride, value_rows, value_panel, value_stride,
-                   rows_bytes, spare_rows, low, high, alpha, weights, zeros, out_stride, state_bytes, states,
+                   rows_bytes, spare, low, high, alpha, weights, zeros, out_stride, state_bytes, states,
                    end)  # fmt: skip
 
 
 @kernel
 def key_source(context, p, head, scratch):
     """The key rows of a head; they serve as value rows too where these have no address of their own."""
-    native = p.row_element == context[NATIVE] and p.width % context[K_PACK] == 0
+    native = p.row_element == context[NATIVE] and padded_width(context, p.width) == p.width
     whole = p.values != 0 or p.value_width % context[COLUMN_STEP] == 0
     return RowSource(p.keys + head * p.key_head_stride, p.key_page_stride, p.key_row_stride, p.block_size,
                      p.row_element, p.width, int(native and whole), scratch.key_rows,

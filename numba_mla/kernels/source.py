@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .compile import kernel
-from .context import KEY_PADDING, TO_NATIVE
+from .context import CLEAR, GRANULE, KEY_PADDING, NATIVE_BYTES
 from .memory import call, load_i64, store_i64
-from .rows import FP8_DS_MLA, widen_row
+from .rows import native_row, padded_width
 from .schedule import KEY_TILE
 
 # Rows that are prefetched before the row in hand.
@@ -59,20 +59,47 @@ def _locate(context, source, table, request, first, end):
 
 
 @kernel
+def _line_up(context, source, num_keys):
+    """Give rows that are not a constant stride apart, where products take several together, places that are.
+
+    Within a page they are; pages' ends and the last rows of a request (zeros follow) may come in between.
+    """
+    together = context[GRANULE]
+    for first in range(0, num_keys, together):
+        rows = source.pointers + 8 * first
+        stride = load_i64(rows + 8) - load_i64(rows)
+        even = True
+        for i in range(2, together):
+            even = even and load_i64(rows + 8 * i) - load_i64(rows + 8 * (i - 1)) == stride
+        if even:
+            continue
+        for i in range(together):
+            here = source.panel + (first + i) * source.panel_stride
+            row = load_i64(rows + 8 * i)
+            if row == source.zeros:
+                call(context[CLEAR], (here, padded_width(context, source.width) * context[NATIVE_BYTES]))
+            else:
+                native_row(context, here, row, source.element, source.width, row)
+            store_i64(rows + 8 * i, here)
+
+
+@kernel
 def fetch(context, source, table, request, first, num_keys, end):
     """Addresses of a tile's rows, padded with rows of zeros, and of the rows to prefetch meanwhile."""
     _locate(context, source, table, request, first, end)
+    padded_keys = -(-num_keys // context[KEY_PADDING]) * context[KEY_PADDING]
     if source.in_place != 0:
+        if context[GRANULE] > 1:
+            _line_up(context, source, padded_keys)
         return source.pointers, source.pointers + 8 * ROWS_AHEAD
     for i in range(num_keys):
         here = source.panel + i * source.panel_stride
         row = load_i64(source.pointers + 8 * i)
         ahead = load_i64(source.pointers + 8 * (i + ROWS_AHEAD))
-        if source.element == FP8_DS_MLA:
-            widen_row(context, here, row, source.element, source.width, ahead)
-        else:
-            call(context[TO_NATIVE + source.element], (here, row, source.width, ahead))
+        native_row(context, here, row, source.element, source.width, ahead)
         store_i64(source.panel_pointers + 8 * i, here)
-    for i in range(num_keys, num_keys + context[KEY_PADDING]):
-        store_i64(source.panel_pointers + 8 * i, source.zeros)
+    for i in range(num_keys, padded_keys):
+        here = source.panel + i * source.panel_stride
+        call(context[CLEAR], (here, source.panel_stride))
+        store_i64(source.panel_pointers + 8 * i, here)
     return source.panel_pointers, source.panel_pointers

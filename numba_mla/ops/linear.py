@@ -129,7 +129,8 @@ def pack_weight(w, *, scale=None, block_size=None, isa=None):
 def _panels_shape(shape: tuple[int, int, int], record: Isa) -> tuple[int, ...]:
     heads, columns, k = shape
     width = record.blocks.weight[1] * record.vector_width
-    return heads, -(-columns // width), -(-k // record.k_pack), width, record.k_pack
+    steps = -(-k // (record.k_pack * record.granule)) * record.granule
+    return heads, -(-columns // width), steps, width, record.k_pack
 
 
 def _panels(w: np.ndarray, record: Isa) -> np.ndarray:
@@ -197,6 +198,7 @@ def bmm(a, w, *, scale=None, out=None):
     product = Product(
         address(a), a.strides[0], a.strides[1], ELEMENT_CODES[a.dtype.name], a.itemsize,
         address(w.panels), ELEMENT_CODES[w.dtype.name], w.panels.itemsize, w.panels.shape[4],
+        w.panels.shape[2] * w.panels.shape[4],
         0 if w.block_scales is None else address(w.block_scales), w.block_rows,
         address(target), target.strides[0], target.strides[1], ELEMENT_CODES[target.dtype.name], target.itemsize,
         num_heads=heads, num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),

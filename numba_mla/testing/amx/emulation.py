@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from ...runtime import tiles_emulated
 from . import hardware
 from .handler import ACTION_BYTES, SIGILL, build_handler, new_memory, set_fallback
 
@@ -136,6 +137,7 @@ def emulate() -> Iterator[str]:
         installation = _installation()
     installation.enter()
     try:
-        yield "emulator"
+        with tiles_emulated():
+            yield "emulator"
     finally:
         installation.leave()

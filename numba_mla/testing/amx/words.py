@@ -141,19 +141,6 @@ def system_call(typingctx, number, first, second, third, fourth):
     return types.int64(*[types.int64] * 5), codegen
 
 
-@intrinsic
-def max_tile_palette(typingctx):
-    """The highest tile palette that the processor lists (CPUID leaf 1DH)."""
-
-    def codegen(context, builder, signature, values):
-        function = ir.FunctionType(_I64, [_I64, _I64])
-        registers = "={rax},{rax},{rcx},~{rbx},~{rcx},~{rdx}"
-        leaf = [_I64(0x1D), _I64(0)]
-        return builder.and_(builder.asm(function, "cpuid", f"{registers},{_CLOBBERS}", leaf, True), _I64(0xFFFFFFFF))
-
-    return types.int64(), codegen
-
-
 def _touch(text):
     """A typer of an instruction that takes one address in a register."""
 
