@@ -102,25 +102,22 @@ def test_value_block(record, rng, accumulate):
             sums = record.multiply_add.twin(weight, joined[step : step + 1].copy(), sums)
         expected[1:-1, 2:-2] = sums
         pointers = rows_of(v)
+        if accumulate:
+            o[1:-1, 2:-2] = step_order(record, o[1:-1, 2:-2].copy())
         function(record, blocks.value_name(lanes, vectors), 10)(
-            at(pointers),
-            0,
-            5 * v.itemsize,
-            keys,
-            at(p),
-            p.strides[0],
-            at(o[1:, 2:]),
-            o.strides[0],
-            at(alpha),
+            at(pointers), 0, 5 * v.itemsize, keys, at(p), p.strides[0], at(o[1:, 2:]), o.strides[0], at(alpha),
             accumulate,
-        )
+        )  # fmt: skip
+        expected[1:-1, 2:-2] = step_order(record, sums)
         np.testing.assert_array_equal(o, expected)
 
 
-def test_broadcast_is_its_twin(record, rng):
-    """A block of one key, one step, ones for B: C is the broadcast."""
-    row = rng.standard_normal(1, dtype=np.float32)
-    np.testing.assert_array_equal(record.broadcast.twin(row, record.vector_width), np.full(record.vector_width, row[0]))
+def step_order(record, columns):
+    """Columns as unpacking the low and the high halves of each 128 bits of two rows brings them."""
+    if not record.has_step_order:
+        return columns
+    parts = columns.reshape(len(columns), -1, record.vector_width // 4, 2, 4)
+    return parts.transpose(0, 1, 3, 2, 4).reshape(columns.shape)
 
 
 @pytest.mark.parametrize("keys", [1, 7, 256])
@@ -151,6 +148,49 @@ def test_softmax_over_a_tile(record, rng, keys):
     assert (found[:keys, 6] == 0).all()
     assert alpha[6] == 1  # nothing seen, nothing changed
     assert new_l[6] == length[6]
+
+
+def test_mask(record, rng):
+    """Lanes that see none, some and all of the keys, from any position on; the columns beside them are left alone."""
+    keys, lanes, first = 9, 2 * record.vector_width, 300
+    scores = rng.standard_normal((keys + 1, lanes + 3), dtype=np.float32)
+    low = rng.integers(first - 3, first + keys + 3, lanes).astype(np.int32)
+    high = rng.integers(first - 3, first + keys + 3, lanes).astype(np.int32)
+    low[:3], high[:3] = (0, first + 4, 0), (first, first + 4, 2**31 - 1)
+    position = first + np.arange(keys)[:, None]
+    expected = scores.copy()
+    expected[:keys, :lanes][(position < low) | (position >= high)] = softmax.MASKED
+    function(record, "mask", 7)(at(scores), scores.strides[0], keys, lanes, first, at(low), at(high))
+    np.testing.assert_array_equal(scores, expected)
+
+
+def test_a_first_tile_that_is_wholly_masked_counts_for_nothing(record, rng):
+    """As with a window: the state after it and the first seen tile is that of the seen tile alone."""
+    keys, lanes, c = 8, record.vector_width, np.float32(0.3)
+    tiles = rng.standard_normal((3, keys, lanes), dtype=np.float32)
+    tiles[0] = softmax.MASKED
+    tiles[1, :5] = softmax.MASKED  # masked at its start
+    tiles[2, 2:5] = softmax.MASKED  # in its middle, and
+    tiles[2, 7] = softmax.MASKED  # at its end
+
+    def state_after(tiles):
+        m, length, alpha = np.full(lanes, softmax.NO_MAXIMUM, np.float32), np.zeros(lanes, np.float32), np.ones(lanes)
+        alpha = alpha.astype(np.float32)
+        for scores in tiles.copy():
+            function(record, "softmax", 8, c)(
+                at(scores), scores.strides[0], keys, keys, lanes, at(m), at(length), at(alpha), c
+            )
+        return m, length
+
+    m, length = state_after(tiles[:1])
+    assert (m == softmax.NO_MAXIMUM).all()
+    assert (length == 0).all()
+    for with_it, without in zip(state_after(tiles), state_after(tiles[1:]), strict=True):
+        np.testing.assert_array_equal(with_it, without)
+    seen = np.where(np.isinf(tiles[1:]), -np.inf, tiles[1:]).reshape(-1, lanes)
+    m, length = state_after(tiles)
+    np.testing.assert_array_equal(m, seen.max(axis=0))
+    np.testing.assert_allclose(length, np.exp2((seen - m) * np.float64(c)).sum(axis=0), rtol=2**-18)
 
 
 def probabilities(record, work, padded):
@@ -305,11 +345,27 @@ def test_any_nonfinite(record, rng):
                 assert probe(at(pointers_touched), row, n) == 0
 
 
-def test_scale_leaves_no_negative_zero(record):
-    row = np.float32([-0.0, 0.0, -1e-45, 3.0])
-    function(record, "scale", 2, 1.0)(at(row), 4, 0.25)
-    assert not np.signbit(row).any()
-    assert row[3] == 0.75
+@pytest.mark.parametrize("n", [1, 16, 31, 32, 33, 100])
+def test_finishing_a_row(record, rng, n):
+    """Columns in order, scaled, rounded to every format, -0 turned to +0, with canaries at both ends."""
+    columns = -(-n // record.column_step) * record.column_step
+    row = rng.standard_normal((1, columns)).astype(np.float32)
+    row[0, 0] = -0.0
+    for element in FLOATS:
+        out = np.full(n + 2, 7.5, DTYPES[element.name])
+        work = np.ascontiguousarray(step_order(record, row))
+        function(record, f"finish_{element.name}", 3, 0.25)(at(out[1:]), at(work), n, 0.25)
+        np.testing.assert_array_equal(out[1:-1], (row[0, :n] * np.float32(0.25)).astype(out.dtype))
+        assert not np.signbit(out[1].astype(np.float32))
+        assert out[0].astype(np.float32) == out[-1].astype(np.float32) == 7.5
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 300])
+def test_listing_rows(record, count):
+    for stride in (1152, 0, -64):
+        rows = np.full(count + 1, 5, np.int64)
+        function(record, "list_rows", 4)(at(rows), 1 << 40, stride, count)
+        assert rows.tolist() == [(1 << 40) + stride * i for i in range(count)] + [5]
 
 
 def fake_host(cpu, features, triple="x86_64-unknown-linux-gnu"):

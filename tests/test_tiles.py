@@ -1,11 +1,14 @@
 """The register blocks of tile operands, on the hardware or the emulator, against their numpy twins."""
 
 import re
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 from test_codegen import SAPPHIRE, at, draw_steps, function, inner_loop, join_keys, rows_of
+from tile_programs import run
 
 import numba_mla
 from numba_mla import runtime
@@ -14,6 +17,7 @@ from numba_mla.isa import select
 from numba_mla.isa.amx_bf16 import TILES
 from numba_mla.machine import Yardstick
 from numba_mla.testing.amx.model import Tiles, tile_config
+from numba_mla.testing.inputs import latent_problem
 
 pytestmark = pytest.mark.amx
 ROWS = tiles.TILE_ROWS
@@ -126,6 +130,58 @@ def test_assembly_has_dots_and_no_tile_traffic_but_operands():
         left, right = rows // ROWS, vectors
         assert count == {"tdpbf16ps": left * right, "tileloadd": left + right, "tilestored": 0, "tilecfg": 0}, symbol
     assert len(re.findall(r"\bldtilecfg\b", code)) == len(re.findall(r"\btilerelease\b", code)) == 2
+
+
+THREADS = """
+import threading
+import ml_dtypes, numpy as np, numba_mla
+from numba_mla.testing import amx
+from numba_mla.testing.inputs import latent_problem
+rng = np.random.default_rng(0)
+problems = [latent_problem(rng, heads, [seq_len], [2], 16, 32, 16, ml_dtypes.bfloat16)
+            for heads, seq_len in ((1, 40), (3, 33), (16, 17), (17, 300))]
+def answer(problem):
+    with numba_mla.use_isa("amx_bf16"):
+        return b"".join(x.tobytes() for x in numba_mla.extend(**problem))
+wrong, firsts = [], [None] * 8
+def alternate(i):
+    with numba_mla.threads(1):
+        firsts[i] = answer(problems[i % 4])
+        for turn in range(6):
+            if answer(problems[(i + turn) % 4]) != firsts[(i + turn) % 4 if turn else i]:
+                wrong.append((i, turn))
+def first_use(i):
+    with numba_mla.threads(1):
+        firsts[i] = answer(problems[i])
+with amx.emulate():
+    for i in range(4):
+        worker = threading.Thread(target=first_use, args=(i,)); worker.start(); worker.join()
+    firsts[4:] = firsts[:4]
+    workers = [threading.Thread(target=alternate, args=(i,)) for i in range(8)]
+    [w.start() for w in workers]; [w.join() for w in workers]
+    assert [answer(p) for p in problems] == firsts[:4]
+assert not wrong, wrong
+print("same")
+"""
+
+
+def test_first_use_in_worker_threads_and_shapes_that_alternate():
+    """The configuration is a thread's own: first AMX use from a worker thread; 8 threads alternating shapes."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr
+
+
+def test_calls_release_the_configuration(amx_emulation, rng):
+    """Each kernel loads it and releases it on its way out: after a call there is none."""
+    a, w = (rng.standard_normal((2, 17, 33)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    problem = latent_problem(rng, 3, [40], [2], 16, 32, 16, ml_dtypes.bfloat16)
+    seen = np.zeros(64, np.uint8)
+    with numba_mla.use_isa("amx_bf16"), numba_mla.threads(1):
+        for call in (lambda: numba_mla.bmm(a, numba_mla.pack_weight(w)), lambda: numba_mla.extend(**problem)):
+            call()
+            seen[:] = 7
+            run("sttilecfg", seen)
+            assert (seen == 0).all()
 
 
 def test_peak_loop_runs(record):

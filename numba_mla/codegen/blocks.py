@@ -43,16 +43,17 @@ class _TileWriter:
 
     def _write(self, op: TileOp, **operands: str) -> str:
         result = next(self.names)
-        width = self.isa.vector_width
-        text = op.text.format(result=result, width=width, half=2 * width, **operands)
+        text = op.text.format(result=result, width=self.isa.vector_width, **operands)
         self.function.lines.extend(text.splitlines())
         return result
 
-    def broadcast(self, row: str) -> str:
-        return self._write(self.isa.broadcast, row=row)
+    def multiply_add(self, row: str, b: list[str], sums: list[str]) -> list[str]:
+        """sums[v] + (the row's next step, in all lanes) . b[v].
 
-    def multiply_add(self, a: str, b: str, acc: str) -> str:
-        return self._write(self.isa.multiply_add, a=a, b=b, acc=acc)
+        Each straight from memory, several times over where there are several: the load units have room, and
+        a register less is taken.
+        """
+        return [self._write(self.isa.multiply_add, row=row, b=x, acc=acc) for x, acc in zip(b, sums, strict=True)]
 
 
 def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
@@ -83,9 +84,8 @@ def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
         for u in range(unrolled):
             b = [f.load(kind, f.offset(packed, v * isa.vector_bytes)) for v in range(vectors)]
             for r in range(rows):
-                a = write.broadcast(f.offset(here[r], u * STEP_BYTES))
-                for v in range(vectors):
-                    sums[r * vectors + v] = write.multiply_add(a, b[v], sums[r * vectors + v])
+                block_row = slice(r * vectors, (r + 1) * vectors)
+                sums[block_row] = write.multiply_add(f.offset(here[r], u * STEP_BYTES), b, sums[block_row])
             if u + 1 < unrolled:
                 packed = f.offset(packed, "%ldb")
         return sums
@@ -106,7 +106,7 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
     Arguments of the function: ``v``, the addresses of the value rows (``ldv`` is not looked at), and ``at``,
     the bytes from a row's start to the block's first column; ``k`` keys, a multiple of the unrolling; ``p``
     with ``ldp`` bytes a step of ``k_pack`` keys; ``o`` with ``ldo`` bytes a lane; ``alpha``, the lanes'
-    rescaling; ``accumulate``, 0 to start from zero.
+    rescaling; ``accumulate``, 0 to start from zero. Columns of O are in the order of ``_load_values``.
     """
     f = Function(
         value_name(lanes, vectors),
@@ -119,8 +119,8 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
     sums = _start_sums(f, isa, target, vectors)
     for i in range(lanes):
         alpha = f.splat(isa.vector_width, "float", f.load("float", f.offset("%alpha", 4 * i)))
-        scaled = [f.value(f"fmul {kind} {total}, {alpha}") for total in sums[i * vectors : (i + 1) * vectors]]
-        sums[i * vectors : (i + 1) * vectors] = _to_step_order(f, isa, scaled)
+        for j in range(vectors):
+            sums[i * vectors + j] = f.value(f"fmul {kind} {sums[i * vectors + j]}, {alpha}")
     with f.loop(0, "%k", VALUE_UNROLL, [(kind, s) for s in sums]) as loop:
         sums = list(loop.carried)
         rows = f.offset("%v", f.value(f"shl i64 {loop.index}, 3"))
@@ -130,16 +130,12 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
             row = [f.offset(f.load("ptr", f.offset(rows, 8 * (u + key)), align=8), "%at") for key in range(isa.k_pack)]
             value = _load_values(f, isa, row, vectors)
             for i in range(lanes):
-                weight = write.broadcast(f.offset(weights, STEP_BYTES * i))
-                for j in range(vectors):
-                    sums[i * vectors + j] = write.multiply_add(weight, value[j], sums[i * vectors + j])
+                block_row = slice(i * vectors, (i + 1) * vectors)
+                sums[block_row] = write.multiply_add(f.offset(weights, STEP_BYTES * i), value, sums[block_row])
             if u + isa.k_pack < VALUE_UNROLL:
                 weights = f.offset(weights, "%ldp")
         loop.following = sums
-    sums = []
-    for i in range(lanes):
-        sums += _to_column_order(f, isa, loop.carried[i * vectors : (i + 1) * vectors])
-    _store_block(f, isa, target, sums, vectors)
+    _store_block(f, isa, target, loop.carried, vectors)
     return f
 
 
@@ -147,7 +143,7 @@ def _load_values(f: Function, isa: Isa, row: list[str], vectors: int) -> list[st
     """Vectors of values of the keys of one step, each lane holding one column of all its keys.
 
     For two keys these are the low and the high halves of each 128 bits, interleaved (one unpack each): the
-    columns come in another order than in memory, which ``_to_step_order`` matches.
+    columns come in another order than in memory, which ``rows.load_ordered`` puts right at the end.
     """
     width = isa.vector_width
     if isa.k_pack == 1:
@@ -164,41 +160,13 @@ def _load_values(f: Function, isa: Isa, row: list[str], vectors: int) -> list[st
     return values
 
 
-def _to_step_order(f: Function, isa: Isa, sums: list[str]) -> list[str]:
-    """One lane's sums from the order of columns in memory to that of ``_load_values``."""
-    width = isa.vector_width
-    low = [8 * (n // 4) + n % 4 for n in range(width)]
-    return _shuffle_pairs(f, isa, sums, low, [column + 4 for column in low])
-
-
-def _to_column_order(f: Function, isa: Isa, sums: list[str]) -> list[str]:
-    """The inverse of ``_to_step_order``."""
-    width = isa.vector_width
-    place = [4 * (c // 8) + c % 4 + (width if c % 8 >= 4 else 0) for c in range(2 * width)]
-    return _shuffle_pairs(f, isa, sums, place[:width], place[width:])
-
-
-def _shuffle_pairs(f: Function, isa: Isa, sums: list[str], low: list[int], high: list[int]) -> list[str]:
-    """Pick two vectors from each two; nothing to do where a step takes one key."""
-    if isa.k_pack == 1:
-        return list(sums)
-    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
-    shuffled = []
-    for j in range(0, len(sums), 2):
-        for picks in (low, high):
-            indices = ", ".join(f"i32 {n}" for n in picks)
-            pair = f"{kind} {sums[j]}, {kind} {sums[j + 1]}"
-            shuffled.append(f.value(f"shufflevector {pair}, <{width} x i32> <{indices}>"))
-    return shuffled
-
-
 def peak_flops(isa: Isa) -> int:
     """Floating point operations of one turn of the peak loop."""
     return 2 * PEAK_SUMS * isa.vector_width * isa.k_pack
 
 
 def build_peak(isa: Isa) -> Function:
-    """A loop of independent dot steps on registers: the most arithmetic that the machine does.
+    """A loop of independent dot steps on what is at hand: the most arithmetic that the machine does.
 
     Arguments of the function: ``operand``, one vector; ``turns`` of the loop, PEAK_SUMS steps each; ``target``,
     one vector, gets the sum, so that nothing is left out.
@@ -208,7 +176,7 @@ def build_peak(isa: Isa) -> Function:
     kind = f"<{isa.vector_width} x float>"
     operand = f.load(kind, "%operand")
     with f.loop(0, "%turns", 1, [(kind, constant(isa.vector_width, 0.0))] * PEAK_SUMS) as loop:
-        loop.following = [write.multiply_add(operand, operand, total) for total in loop.carried]
+        loop.following = write.multiply_add("%operand", [operand] * PEAK_SUMS, loop.carried)
     total = loop.carried[0]
     for other in loop.carried[1:]:
         total = f.value(f"fadd {kind} {total}, {other}")

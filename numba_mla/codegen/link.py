@@ -27,6 +27,8 @@ def target_machine(isa: Isa, triple: str) -> llvm.TargetMachine:
     """LLVM's code generator for a record, this machine's or another's."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
+    # Tile operations may be text of the assembler.
+    llvm.initialize_native_asmparser()
     return llvm.Target.from_triple(triple).create_target_machine(
         cpu=isa.cpu, features=isa.features, opt=3, reloc="default", codemodel="jitdefault", jit=True
     )

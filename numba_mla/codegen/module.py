@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from ..isa import Isa
-from . import blocks, rows, softmax, tiles
+from . import blocks, products, rows, softmax, tiles
 from .text import Function
 from .vector import FLOAT8S, FLOATS, FORMATS
 
@@ -31,8 +31,7 @@ def block_shapes(isa: Isa) -> tuple[list[tuple[int, int]], list[tuple[int, int]]
     rows, vectors = isa.blocks.score
     dots = {(rows, v) for v in range(1, vectors + 1)}
     dots |= {(r, isa.blocks.weight[1]) for r in halvings(isa.blocks.weight[0]) if r >= isa.granule}
-    lanes, columns = isa.blocks.value
-    values = {(n, v) for n in halvings(lanes) if n >= isa.granule for v in range(isa.k_pack, columns + 1, isa.k_pack)}
+    values = {(n, v) for n in isa.value_lanes for v in range(isa.k_pack, isa.blocks.value[1] + 1, isa.k_pack)}
     return sorted(dots), sorted(values)
 
 
@@ -41,27 +40,31 @@ def peak_flops(isa: Isa) -> int:
     return (blocks if isa.tiles is None else tiles).peak_flops(isa)
 
 
-def _products(isa: Isa) -> list[Function]:
+def _blocks(isa: Isa) -> list[Function]:
     """The register blocks of both products, of vectors or of tiles, and what only the latter need."""
     dots, values = block_shapes(isa)
-    kind = blocks if isa.tiles is None else tiles
-    products = [kind.build_dot(isa, *shape) for shape in dots] + [kind.build_value(isa, *shape) for shape in values]
-    products.append(kind.build_peak(isa))
-    if isa.tiles is not None:
-        products += [
+    if isa.tiles is None:
+        written = [blocks.build_dot(isa, *s) for s in dots] + [blocks.build_value(isa, *s) for s in values]
+        written += [blocks.build_peak(isa)]
+    else:
+        written = [tiles.build_dot(isa, *s) for s in dots] + [tiles.build_value(isa, *s) for s in values]
+        written += [
+            tiles.build_peak(isa),
             tiles.build_transpose_steps(isa),
             tiles.build_interleave(isa),
             tiles.build_configure(isa),
             tiles.build_release(isa),
         ]
-    return products
+    return written
 
 
 @cache
 def build_module(isa: Isa, triple: str) -> str:
     """The text of the module: every register block and stage of the record, in a fixed order."""
     functions = [
-        *_products(isa),
+        *_blocks(isa),
+        products.build_score(isa),
+        products.build_weigh_values(isa),
         blocks.build_read(isa),
         softmax.build_mask(isa),
         softmax.build_softmax(isa),
@@ -70,20 +73,20 @@ def build_module(isa: Isa, triple: str) -> str:
         rows.build_scale(isa),
         rows.build_scale_columns(isa),
         rows.build_any_nonfinite(isa),
+        rows.build_list_rows(isa),
         rows.build_clear(),
         rows.build_copy(),
         *(rows.build_widen(isa, element) for element in FORMATS),
         *(rows.build_widen_pairs(isa, element) for element in FORMATS),
         *(rows.build_native(isa, element) for element in FORMATS),
-        *(rows.build_narrow(isa, element) for element in FLOATS),
+        *(build(isa, element) for element in FLOATS for build in (rows.build_narrow, rows.build_finish)),
         *(rows.build_pack(isa, element) for element in FLOATS if element.name in isa.dtypes),
         *(rows.build_quantise(isa, element) for element in FLOAT8S),
     ]
     body = "\n\n".join(function.text("#0") for function in functions)
     attributes = f'nounwind "target-cpu"="{isa.cpu}" "target-features"="{isa.features}"'
     declarations = {*_DECLARATIONS, *(_multiply_add(width) for width in (1, isa.vector_width))}
-    for op in (isa.broadcast, isa.multiply_add):
-        declarations.update(line.format(width=isa.vector_width, half=2 * isa.vector_width) for line in op.declarations)
+    declarations.update(line.format(width=isa.vector_width) for line in isa.multiply_add.declarations)
     if isa.tiles is not None:
         shape = ", ".join(f"i8 {byte}" for byte in tiles.tile_configuration())
         declarations.update(isa.tiles.declarations)

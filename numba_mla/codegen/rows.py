@@ -26,16 +26,13 @@ def build_blend(isa: Isa) -> Function:
 
 
 def build_scale(isa: Isa) -> Function:
-    """``row = row factor + 0`` over one row of float32; the sum turns -0 into +0.
-
-    A key of weight 0 after the last visible one turns a sum of -0 into +0: without this, padding would show.
-    """
+    """``row = row factor`` over one row of float32."""
     f = Function("scale", [("ptr", "row"), ("i64", "n"), ("float", "factor")])
 
     def emit(width: int, at: str) -> None:
         kind, pointer = f"<{width} x float>", f.offset("%row", at)
         product = f.value(f"fmul {kind} {f.load(kind, pointer)}, {f.splat(width, 'float', '%factor')}")
-        f.store(kind, f.value(f"fadd {kind} {product}, {constant(width, 0.0)}"), pointer)
+        f.store(kind, product, pointer)
 
     _each_vector(f, isa, emit)
     return f
@@ -217,6 +214,68 @@ def build_any_nonfinite(isa: Isa) -> Function:
     return f
 
 
+def build_finish(isa: Isa, element: ElementFormat) -> Function:
+    """One row of sums to the result: ``row * factor + 0`` in the element's format, columns put in order.
+
+    The sum turns -0 into +0: a key of weight 0 after the last visible one does so too, and padding must not
+    show. ``row`` is used up, its columns filled up to whole steps.
+    """
+    f = Function(f"finish_{element.name}", [("ptr", "target"), ("ptr", "row"), ("i64", "n"), ("float", "factor")])
+
+    def put(width: int, at: str, x: str) -> None:
+        kind = f"<{width} x float>"
+        product = f.value(f"fmul {kind} {x}, {f.splat(width, 'float', '%factor')}")
+        _narrow_at(f, element, width, at, f.value(f"fadd {kind} {product}, {constant(width, 0.0)}"))
+
+    step, start = isa.column_step, "0"
+    if isa.has_step_order:
+        start = f.value(f"and i64 %n, {-step}")
+        with f.loop(0, start, step) as pair:
+            at = f.value(f"shl i64 {pair.index}, 2")
+            for half, vector in enumerate(load_ordered(f, isa, f.offset("%row", at))):
+                put(isa.vector_width, at if half == 0 else f.value(f"add i64 {at}, {isa.vector_bytes}"), vector)
+        with f.loop(start, "%n", step) as last:
+            pointer = f.offset("%row", f.value(f"shl i64 {last.index}, 2"))
+            for half, vector in enumerate(load_ordered(f, isa, pointer)):
+                f.store(f"<{isa.vector_width} x float>", vector, f.offset(pointer, half * isa.vector_bytes))
+
+    def emit(width: int, at: str) -> None:
+        put(width, at, f.load(f"<{width} x float>", f.offset("%row", at)))
+
+    _each_vector(f, isa, emit, start)
+    return f
+
+
+def load_ordered(f: Function, isa: Isa, pointer: str) -> list[str]:
+    """Two vectors of sums from the order in which a value step brings columns to that of memory.
+
+    A step of two keys interleaves the low, then the high halves of each 128 bits of their rows.
+    """
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    place = [4 * (c // 8) + c % 4 + (width if c % 8 >= 4 else 0) for c in range(2 * width)]
+    both = ", ".join(f"{kind} {f.load(kind, f.offset(pointer, half * isa.vector_bytes))}" for half in range(2))
+    halves = [", ".join(f"i32 {n}" for n in place[half * width : (half + 1) * width]) for half in range(2)]
+    return [f.value(f"shufflevector {both}, <{width} x i32> <{half}>") for half in halves]
+
+
+def build_list_rows(isa: Isa) -> Function:
+    """``rows[i] = first + i * stride``, addresses of ``count`` rows."""
+    f = Function("list_rows", [("ptr", "rows"), ("i64", "first"), ("i64", "stride"), ("i64", "count")])
+    width = max(1, isa.vector_width // 2)
+    kind = f"<{width} x i64>"
+    steps = "<" + ", ".join(f"i64 {n}" for n in range(width)) + ">"
+    offsets = f.value(f"mul {kind} {steps}, {f.splat(width, 'i64', '%stride')}")
+    whole = f.value(f"and i64 %count, {-width}")
+    with f.loop(0, whole, width) as row:
+        first = f.value(f"add i64 %first, {f.value(f'mul i64 {row.index}, %stride')}")
+        addresses = f.value(f"add {kind} {offsets}, {f.splat(width, 'i64', first)}")
+        f.store(kind, addresses, f.offset("%rows", f.value(f"shl i64 {row.index}, 3")))
+    with f.loop(whole, "%count", 1) as row:
+        address = f.value(f"add i64 %first, {f.value(f'mul i64 {row.index}, %stride')}")
+        f.store("i64", address, f.offset("%rows", f.value(f"shl i64 {row.index}, 3")))
+    return f
+
+
 def build_clear() -> Function:
     """Set bytes to zero."""
     f = Function("clear", [("ptr", "target"), ("i64", "num_bytes")])
@@ -231,10 +290,10 @@ def build_copy() -> Function:
     return f
 
 
-def _each_vector(f: Function, isa: Isa, emit: Callable[[int, str], None]) -> None:
-    """Loop over ``n`` elements by whole vectors, then one by one; ``emit(width, at)`` gets float32 bytes."""
+def _each_vector(f: Function, isa: Isa, emit: Callable[[int, str], None], start: str = "0") -> None:
+    """Loop over elements up to ``n`` by whole vectors, then one by one; ``emit(width, at)`` gets float32 bytes."""
     whole = f.value(f"and i64 %n, {-isa.vector_width}")
-    with f.loop(0, whole, isa.vector_width) as part:
+    with f.loop(start, whole, isa.vector_width) as part:
         emit(isa.vector_width, f.value(f"shl i64 {part.index}, 2"))
     with f.loop(whole, "%n", 1) as rest:
         emit(1, f.value(f"shl i64 {rest.index}, 2"))

@@ -1,4 +1,4 @@
-"""The tile operations of float32 multiply-add, in portable LLVM, which all instruction sets without 16-bit dots use."""
+"""The tile operation of float32 multiply-add, in portable LLVM, of all instruction sets without 16-bit dots."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import numpy as np
 
 from .record import TileOp
 
-BROADCAST = TileOp(
+# The broadcast from memory is folded into the multiply-add, or shared by several, as the processor has it.
+MULTIPLY_ADD = TileOp(
     text="""\
   {result}_x = load float, ptr {row}, align 1
   {result}_y = insertelement <{width} x float> poison, float {result}_x, i64 0
-  {result} = shufflevector <{width} x float> {result}_y, <{width} x float> poison, <{width} x i32> zeroinitializer
-""",
-    declarations=(),
-    twin=lambda row, width: np.full(width, row[0], dtype=np.float32),
-)
-
-MULTIPLY_ADD = TileOp(
-    text="""\
+  {result}_a = shufflevector <{width} x float> {result}_y, <{width} x float> poison, <{width} x i32> zeroinitializer
   {result} = call <{width} x float> @llvm.fmuladd.v{width}f32(
-    <{width} x float> {a}, <{width} x float> {b}, <{width} x float> {acc})
+    <{width} x float> {result}_a, <{width} x float> {b}, <{width} x float> {acc})
 """,
     declarations=(
         "declare <{width} x float> @llvm.fmuladd.v{width}f32(<{width} x float>, <{width} x float>, <{width} x float>)",

@@ -6,7 +6,7 @@ of them there are, not which instruction set they belong to.
 
 from __future__ import annotations
 
-from .fma import BROADCAST, MULTIPLY_ADD
+from .fma import MULTIPLY_ADD
 from .host import Host
 from .record import Blocks, Isa
 
@@ -44,6 +44,5 @@ def record(host: Host) -> Isa:
         dtypes=("float32", "float16", "bfloat16"),
         companion=None,
         lane_group=64,
-        broadcast=BROADCAST,
         multiply_add=MULTIPLY_ADD,
     )

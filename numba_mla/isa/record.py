@@ -16,10 +16,10 @@ class TileOp:
     ----------
     text : str
         A template of LLVM lines. ``{result}`` is the value it defines, ``{width}`` the vector's float32
-        lanes, ``{half}`` its 16-bit lanes; the other fields are the operands that the register block fills in;
+        lanes; the other fields are the operands that the register block fills in;
         ``{result}_x`` names are free for steps between.
     declarations : tuple of str
-        Intrinsics that the text calls, with the same fields for the lanes.
+        Intrinsics that the text calls, with ``{width}`` for the vector's lanes.
     twin : callable
         The same operation on numpy arrays.
     """
@@ -100,11 +100,9 @@ class Isa:
         The instruction set that takes all others.
     lane_group : int
         Lanes that one work item computes together.
-    broadcast : TileOp
-        ``(row)`` -> a vector whose lanes all hold the row's next dot step.
     multiply_add : TileOp
-        ``(a, b, acc)`` -> acc + a . b, lane by lane; a and b hold ``k_pack`` elements a lane, in the bits of
-        one float32.
+        ``(row, b, acc)`` -> acc + a . b, lane by lane, where a is the dot step that ``row`` points at, in all
+        lanes. A step's elements, ``k_pack`` of them, are in the bits of one float32.
     tiles : TileOps or None
         Where both products run on tile operands instead.
     """
@@ -119,7 +117,6 @@ class Isa:
     dtypes: tuple[str, ...]
     companion: str | None
     lane_group: int
-    broadcast: TileOp
     multiply_add: TileOp
     tiles: TileOps | None = None
 
@@ -132,6 +129,24 @@ class Isa:
     def vector_width(self) -> int:
         """float32 lanes of a vector."""
         return self.blocks.vector_width
+
+    @property
+    def has_step_order(self) -> bool:
+        """Whether sums of values have their columns in the order in which a step of two keys brings them."""
+        return self.tiles is None and self.k_pack > 1
+
+    @property
+    def value_lanes(self) -> tuple[int, ...]:
+        """Lanes of a value block: the most, and what covers any rest, largest first."""
+        most = self.blocks.value[0]
+        if self.tiles is not None:
+            return tuple(range(most, 0, -self.granule))
+        return (most, *(n for n in (4, 2, 1) if n < most))
+
+    @property
+    def native_bytes(self) -> int:
+        """Bytes of a native element."""
+        return 4 // self.k_pack
 
     @property
     def column_step(self) -> int:

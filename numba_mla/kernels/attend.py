@@ -14,20 +14,13 @@ from .context import (
     K_PACK,
     KEY_PADDING,
     MASK,
-    NATIVE_BYTES,
-    SCORE_DOT,
-    SCORE_ROWS,
-    SCORE_VECTORS,
+    SCORE,
     SOFTMAX,
     TRANSPOSE_STEPS,
-    VALUE,
-    VALUE_LANES,
-    VALUE_VECTORS,
     VECTOR_WIDTH,
+    WEIGH_VALUES,
 )
 from .memory import call, call_int, load_i32, load_i64, store_i64
-
-_MAX_VECTORS = 4  # of context.value_place, which Numba cannot call
 
 
 class Lanes(NamedTuple):
@@ -70,67 +63,24 @@ class Spare(NamedTuple):
 
 
 @kernel
-def score(context, rows, ahead, num_keys, q_packed, num_lanes, steps, scores):
-    """S[key, lane] for whole blocks of key rows; ``ahead`` rows are prefetched on the first pass over lanes."""
-    vectors = context[SCORE_VECTORS]
-    vector_width = context[VECTOR_WIDTH]
-    row_bytes = 4 * num_lanes
-    for key in range(0, num_keys, context[SCORE_ROWS]):
-        here = rows + 8 * key
-        soon = ahead + 8 * key
-        for lane in range(0, num_lanes, vectors * vector_width):
-            taken = min(vectors, (num_lanes - lane) // vector_width)
-            call(
-                context[SCORE_DOT + taken - 1],
-                (
-                    here,
-                    soon,
-                    q_packed + 4 * lane,
-                    row_bytes,
-                    steps,
-                    scores + key * row_bytes + 4 * lane,
-                    row_bytes,
-                    0,
-                ),
-            )
-            soon = here
-
-
-@kernel
 def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, padded_lanes, value_width, out,
                  out_stride, alpha, accumulate, spare):  # fmt: skip
     """O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key], for whole blocks of keys.
 
     P is used up: where the product runs on tiles, it is transposed where it stands.
     """
-    vector_width = context[VECTOR_WIDTH]
-    vectors = context[VALUE_VECTORS]
-    num_vectors = -(-value_width // context[COLUMN_STEP]) * (context[COLUMN_STEP] // vector_width)
+    columns = -(-value_width // context[COLUMN_STEP]) * context[COLUMN_STEP]
     values = rows
     if context[INTERLEAVE] != 0:
         call(context[TRANSPOSE_STEPS], (probabilities, row_bytes, num_keys // context[K_PACK], padded_lanes))
-        call(context[INTERLEAVE], (rows, num_keys, num_vectors * vector_width, spare.pairs, spare.pairs_stride))
+        call(context[INTERLEAVE], (rows, num_keys, columns, spare.pairs, spare.pairs_stride))
         values = spare.pairs
     granule = context[GRANULE]
-    num_lanes = -(-num_lanes // granule) * granule
-    for column in range(0, num_vectors, vectors):
-        taken = min(vectors, num_vectors - column)
-        at = context[NATIVE_BYTES] * vector_width * column
-        out_at = out + 4 * vector_width * column
-        lane = 0
-        lanes, log2_lanes = context[VALUE_LANES], 0
-        while (1 << (log2_lanes + 1)) <= lanes:
-            log2_lanes += 1
-        while lane < num_lanes:
-            while lanes > num_lanes - lane:
-                lanes >>= 1
-                log2_lanes -= 1
-            call(
-                context[VALUE + log2_lanes * _MAX_VECTORS + taken - 1],
-                (values, spare.pairs_stride, at, num_keys, probabilities + 4 * lane, row_bytes,
-                 out_at + lane * out_stride, out_stride, alpha + 4 * lane, accumulate),
-            )  # fmt: skip
-            lane += lanes
+    call(
+        context[WEIGH_VALUES],
+        (values, spare.pairs_stride, columns, num_keys, probabilities, row_bytes, -(-num_lanes // granule) * granule,
+         out, out_stride, alpha, accumulate),
+    )  # fmt: skip
 
 
 @kernel
@@ -161,7 +111,7 @@ def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, 
     padding = context[KEY_PADDING]
     padded_keys = -(-num_keys // padding) * padding
     row_bytes = 4 * lanes.padded
-    score(context, key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, steps, scores)
+    call(context[SCORE], (key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, steps, scores))
     same = lanes.common_start <= first and first + num_keys <= lanes.common_end
     if not same:
         call(context[MASK], (scores, row_bytes, num_keys, lanes.padded, first, lanes.low, lanes.high))

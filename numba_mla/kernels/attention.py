@@ -13,12 +13,12 @@ from .context import (
     CLEAR,
     CONFIGURE_TILES,
     COPY,
+    FINISH,
     K_PACK,
     NARROW,
     NATIVE_BYTES,
     PACK,
     RELEASE_TILES,
-    SCALE,
     VECTOR_WIDTH,
 )
 from .memory import call, fetch_add, load_f32, load_i64, store_f32, store_i32, store_i64
@@ -39,9 +39,9 @@ from .schedule import (
     REMAINING,
     REQUEST,
     SLOT,
-    visible_end,
+    last_seen,
 )
-from .scratch import dot_steps, key_source, lay_out, state_at, value_source
+from .scratch import dot_steps, key_source, lay_out, padded_columns, state_at, value_source
 from .source import fetch
 
 LOG2_E = 1 / math.log(2)
@@ -73,19 +73,25 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
     first_lane, num_lanes = group[FIRST_LANE], group[NUM_LANES]
     padded = -(-num_lanes // vector) * vector
     latent, rotary = scratch.key_rows, scratch.spare.rows
+    token = first_lane // p.group_heads
+    head = first_lane - token * p.group_heads
     for block in range(0, padded, vector):
         for i in range(vector):
-            # Lanes of padding repeat what the last lane sees, so that they ask for no mask of their own.
-            lane = first_lane + min(block + i, num_lanes - 1)
-            row, head = first_token + lane // p.group_heads, group[FIRST_HEAD] + lane % p.group_heads
             store_i32(scratch.low + 4 * (block + i), 0)
-            store_i32(scratch.high + 4 * (block + i), visible_end(lane, p.group_heads, seq_len, num_new, p.causal))
+            store_i32(scratch.high + 4 * (block + i), last_seen(token, seq_len, num_new, p.causal) + 1)
             if block + i < num_lanes:
-                store_i64(latent + 8 * i, p.q + row * p.q_token_stride + head * p.q_head_stride)
-                store_i64(rotary + 8 * i, p.q_pe + row * p.q_pe_token_stride + head * p.q_pe_head_stride)
+                row, column = first_token + token, group[FIRST_HEAD] + head
+                store_i64(latent + 8 * i, p.q + row * p.q_token_stride + column * p.q_head_stride)
+                store_i64(rotary + 8 * i, p.q_pe + row * p.q_pe_token_stride + column * p.q_pe_head_stride)
             else:
                 store_i64(latent + 8 * i, scratch.zeros)
                 store_i64(rotary + 8 * i, scratch.zeros)
+            # Lanes of padding repeat what the last lane sees, so that they ask for no mask of their own.
+            if block + i < num_lanes - 1:
+                head += 1
+                if head == p.group_heads:
+                    head = 0
+                    token += 1
         target = scratch.q_packed + 4 * block
         if p.q_split % context[K_PACK] != 0:
             _join_parts(context, p, latent, rotary, scratch.key_panel)
@@ -95,7 +101,7 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
         target += 4 * padded * (p.q_split // context[K_PACK])
         call(context[PACK + p.q_element], (target, 4 * padded, rotary, p.width - p.q_split))
     _fill_steps(context, p, padded, scratch)
-    common_end = visible_end(first_lane, p.group_heads, seq_len, num_new, p.causal)
+    common_end = last_seen(first_lane // p.group_heads, seq_len, num_new, p.causal) + 1
     return Lanes(num_lanes, padded, scratch.q_packed, scratch.low, scratch.high, 0, common_end)
 
 
@@ -132,7 +138,7 @@ def _attend_run(context, p, sources, table, group, lanes, first_split, num_split
         while depth > 1 and (finished % 2 == 0 or i + 1 == num_splits):
             a = state_at(context, scratch, scratch.states + (depth - 2) * scratch.state_bytes)
             b = state_at(context, scratch, scratch.states + (depth - 1) * scratch.state_bytes)
-            merge(context, a, b, lanes.num, lanes.padded, p.value_width, scratch.weights, exponent_scale)
+            merge(context, a, b, lanes.num, lanes.padded, padded_columns(context, p), scratch.weights, exponent_scale)
             depth -= 1
             finished //= 2
 
@@ -146,27 +152,31 @@ def _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale):
         for i in range(0, num_slots - distance, 2 * distance):
             a = state_at(context, scratch, slots + (first_slot + i) * scratch.state_bytes)
             b = state_at(context, scratch, slots + (first_slot + i + distance) * scratch.state_bytes)
-            merge(context, a, b, lanes.num, lanes.padded, p.value_width, scratch.weights, exponent_scale)
+            merge(context, a, b, lanes.num, lanes.padded, padded_columns(context, p), scratch.weights, exponent_scale)
         distance *= 2
 
 
 @kernel
 def _write_lanes(context, p, group, first_token, state, score_scale, value_scale, scratch):
     """Divide by the sums, round to the output's format, write; and lse = ln(l) + m * scale."""
+    token = group[FIRST_LANE] // p.group_heads
+    head = group[FIRST_LANE] - token * p.group_heads
     for i in range(group[NUM_LANES]):
-        lane = group[FIRST_LANE] + i
-        row, head = first_token + lane // p.group_heads, group[FIRST_HEAD] + lane % p.group_heads
+        row, column = first_token + token, group[FIRST_HEAD] + head
         total = float(load_f32(state.l + 4 * i))
-        out = state.out + i * state.out_stride
+        target = p.out + row * p.out_token_stride + column * p.out_head_stride
         lse = -math.inf
         if total == 0.0:
-            out = scratch.zeros
+            call(context[NARROW + p.out_element], (target, scratch.zeros, p.value_width))
         else:
-            call(context[SCALE], (out, p.value_width, value_scale / total))
+            out = state.out + i * state.out_stride
+            call(context[FINISH + p.out_element], (target, out, p.value_width, value_scale / total))
             lse = math.log(total) + float(load_f32(state.m + 4 * i)) * score_scale
-        target = p.out + row * p.out_token_stride + head * p.out_head_stride
-        call(context[NARROW + p.out_element], (target, out, p.value_width))
-        store_f32(p.lse + row * p.lse_token_stride + head * p.lse_head_stride, lse)
+        store_f32(p.lse + row * p.lse_token_stride + column * p.lse_head_stride, lse)
+        head += 1
+        if head == p.group_heads:
+            head = 0
+            token += 1
 
 
 @kernel

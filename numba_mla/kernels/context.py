@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from ..codegen.blocks import VALUE_UNROLL, dot_name, value_name
+from ..codegen.blocks import VALUE_UNROLL, dot_name
 from ..codegen.link import link
 from ..codegen.module import halvings
 from ..codegen.vector import FORMATS
@@ -16,34 +16,34 @@ from ..isa import Isa
 ELEMENT_CODES = {element.name: code for code, element in enumerate(FORMATS)}
 ELEMENT_BYTES = tuple(element.num_bytes for element in FORMATS)
 _MAX_FORMATS = 8
-_MAX_VECTORS = 4
 _MAX_HALVINGS = 6
 
 # Sizes: of vectors and register blocks; keys or features of a dot step; value columns of a value block at least;
 # the native type, its code and bytes; lanes of an item at most; what the number of keys of a tile is padded to;
 # rows, lanes and dot steps that products take together.
-VECTOR_WIDTH, SCORE_ROWS, SCORE_VECTORS, VALUE_LANES, VALUE_VECTORS, WEIGHT_ROWS, WEIGHT_VECTORS = range(7)
-K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES, LANE_GROUP, KEY_PADDING, GRANULE = range(7, 14)
+VECTOR_WIDTH, WEIGHT_ROWS, WEIGHT_VECTORS, K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES = range(7)
+LANE_GROUP, KEY_PADDING, GRANULE = range(7, 10)
 # Functions that stand alone; the last four only where products run on tiles.
-MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS, ANY_NONFINITE, CLEAR, COPY, PEAK, READ = range(14, 25)
-TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(25, 29)
-_ALONE = {MASK: "mask", SOFTMAX: "softmax", WEIGH: "weigh", BLEND: "blend", SCALE: "scale",
-          SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite", CLEAR: "clear", COPY: "copy",
-          PEAK: "peak", READ: "read", TRANSPOSE_STEPS: "transpose_steps", INTERLEAVE: "interleave",
-          CONFIGURE_TILES: "configure_tiles", RELEASE_TILES: "release_tiles"}  # fmt: skip
-# Families of functions: by element code, by vectors - 1, by log2 of the rows, or by both.
-WIDEN = 29
+SCORE, WEIGH_VALUES, MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS, ANY_NONFINITE = range(10, 19)
+CLEAR, COPY, PEAK, READ = range(19, 23)
+LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(23, 28)
+_ALONE = {SCORE: "score", WEIGH_VALUES: "weigh_values", MASK: "mask", SOFTMAX: "softmax", WEIGH: "weigh",
+          BLEND: "blend", SCALE: "scale", SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite",
+          CLEAR: "clear", COPY: "copy", PEAK: "peak", READ: "read", LIST_ROWS: "list_rows",
+          TRANSPOSE_STEPS: "transpose_steps", INTERLEAVE: "interleave", CONFIGURE_TILES: "configure_tiles",
+          RELEASE_TILES: "release_tiles"}  # fmt: skip
+# Families of functions: by element code, or by log2 of the rows.
+WIDEN = 28
 WIDEN_PAIRS = WIDEN + _MAX_FORMATS
 TO_NATIVE = WIDEN_PAIRS + _MAX_FORMATS
 NARROW = TO_NATIVE + _MAX_FORMATS
-PACK = NARROW + _MAX_FORMATS
+FINISH = NARROW + _MAX_FORMATS
+PACK = FINISH + _MAX_FORMATS
 QUANTISE = PACK + _MAX_FORMATS
-SCORE_DOT = QUANTISE + _MAX_FORMATS
-WEIGHT_DOT = SCORE_DOT + _MAX_VECTORS
-VALUE = WEIGHT_DOT + _MAX_HALVINGS
-CONTEXT_SIZE = VALUE + _MAX_HALVINGS * _MAX_VECTORS
-_BY_ELEMENT = {WIDEN: "widen", WIDEN_PAIRS: "widen_pairs", TO_NATIVE: "native", NARROW: "narrow", PACK: "pack",
-               QUANTISE: "quantise"}  # fmt: skip
+WEIGHT_DOT = QUANTISE + _MAX_FORMATS
+CONTEXT_SIZE = WEIGHT_DOT + _MAX_HALVINGS
+_BY_ELEMENT = {WIDEN: "widen", WIDEN_PAIRS: "widen_pairs", TO_NATIVE: "native", NARROW: "narrow", FINISH: "finish",
+               PACK: "pack", QUANTISE: "quantise"}  # fmt: skip
 
 
 @cache
@@ -52,8 +52,6 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     addresses = link(isa, triple)
     table = np.zeros(CONTEXT_SIZE, np.int64)
     table[VECTOR_WIDTH] = isa.vector_width
-    table[SCORE_ROWS], table[SCORE_VECTORS] = isa.blocks.score
-    table[VALUE_LANES], table[VALUE_VECTORS] = isa.blocks.value
     table[WEIGHT_ROWS], table[WEIGHT_VECTORS] = isa.blocks.weight
     table[K_PACK] = isa.k_pack
     table[COLUMN_STEP] = isa.column_step
@@ -69,20 +67,8 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
         for name, code in ELEMENT_CODES.items():
             # Queries and results are never fp8, nothing else is quantised: 0 where there is no function.
             table[family + code] = addresses.get(f"{word}_{name}", 0)
-    for v in range(1, isa.blocks.score[1] + 1):
-        table[SCORE_DOT + v - 1] = addresses[dot_name(isa.blocks.score[0], v)]
     for rows in halvings(isa.blocks.weight[0]):
         if rows < isa.granule:
             continue
         table[WEIGHT_DOT + rows.bit_length() - 1] = addresses[dot_name(rows, isa.blocks.weight[1])]
-    for lanes in halvings(isa.blocks.value[0]):
-        if lanes < isa.granule:
-            continue
-        for v in range(isa.k_pack, isa.blocks.value[1] + 1, isa.k_pack):
-            table[VALUE + (lanes.bit_length() - 1) * _MAX_VECTORS + v - 1] = addresses[value_name(lanes, v)]
     return table
-
-
-def value_place(log2_lanes: int, vectors: int) -> int:
-    """Where the value block of that shape stands in the table."""
-    return VALUE + log2_lanes * _MAX_VECTORS + vectors - 1

@@ -58,11 +58,11 @@ def num_kv_splits(max_seq_len, num_threads):
 
 
 @kernel
-def visible_end(lane, group_heads, seq_len, num_new, causal):
-    """One past the last key that a lane sees."""
+def last_seen(token, seq_len, num_new, causal):
+    """The last key that one of a request's new tokens sees; -1 if none."""
     if causal == 0:
-        return seq_len
-    return max(0, seq_len - num_new + lane // group_heads + 1)
+        return seq_len - 1
+    return max(-1, seq_len - num_new + token)
 
 
 @kernel
@@ -85,7 +85,8 @@ def _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, 
                 groups[group, FIRST_HEAD] = head
                 groups[group, FIRST_LANE] = first
                 groups[group, NUM_LANES] = count
-                groups[group, END] = visible_end(first + count - 1, group_heads, seq_lens[r], num_new, causal)
+                last_token = (first + count - 1) // group_heads
+                groups[group, END] = last_seen(last_token, seq_lens[r], num_new, causal) + 1
                 group += 1
     return groups
 

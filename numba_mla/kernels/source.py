@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .compile import kernel
-from .context import CLEAR, GRANULE, KEY_PADDING, NATIVE_BYTES
+from .context import CLEAR, GRANULE, KEY_PADDING, LIST_ROWS, NATIVE_BYTES
 from .memory import call, load_i64, store_i64
 from .rows import native_row, padded_width
 from .schedule import KEY_TILE
@@ -48,14 +48,13 @@ def _locate(context, source, table, request, first, end):
     i = 0
     while i < present:
         address = source.base + table[request, page] * source.page_stride + inside * source.row_stride
-        for _ in range(min(source.block_size - inside, present - i)):
-            store_i64(source.pointers + 8 * i, address)
-            address += source.row_stride
-            i += 1
+        count = min(source.block_size - inside, present - i)
+        call(context[LIST_ROWS], (source.pointers + 8 * i, address, source.row_stride, count))
+        i += count
         page += 1
         inside = 0
-    for i in range(present, KEY_TILE + context[KEY_PADDING] + ROWS_AHEAD):
-        store_i64(source.pointers + 8 * i, source.zeros)
+    missing = KEY_TILE + context[KEY_PADDING] + ROWS_AHEAD - present
+    call(context[LIST_ROWS], (source.pointers + 8 * present, source.zeros, 0, missing))
 
 
 @kernel

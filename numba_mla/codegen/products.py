@@ -1,0 +1,84 @@
+"""The two products of a key tile: loops over register blocks, so that a kernel makes one call for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..isa import Isa
+from .blocks import dot_name, value_name
+from .text import Function
+
+
+def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body) -> None:
+    """Cover ``range(total)`` with blocks of the given sizes, largest first; ``body(start, size)`` writes one."""
+    start: str | int = 0
+    for size in sizes:
+        left = f.value(f"sub i64 {total}, {start}")
+        covered = f.value(f"sub i64 {left}, {f.value(f'urem i64 {left}, {size}')}")
+        stop = f.value(f"add i64 {start}, {covered}")
+        with f.loop(start, stop, size) as block:
+            body(block.index, size)
+        start = stop
+
+
+def build_score(isa: Isa) -> Function:
+    """``S[key, lane] = sum_k K[key, k] Q[k, lane]``.
+
+    Arguments of the function: ``rows``, addresses of key rows, and ``ahead``, of rows to prefetch on the first
+    pass over lanes; ``keys``, whole blocks; ``q``, packed [step][lane]; ``lanes``, whole vectors; ``steps``;
+    ``s``, float32 [key][lane].
+    """
+    f = Function("score", [("ptr", "rows"), ("ptr", "ahead"), ("i64", "keys"), ("ptr", "q"), ("i64", "lanes"),
+                           ("i64", "steps"), ("ptr", "s")])  # fmt: skip
+    rows, most = isa.blocks.score
+    stride = f.value("shl i64 %lanes, 2")
+    vectors = f.value(f"udiv i64 %lanes, {isa.vector_width}")
+    with f.loop(0, "%keys", rows) as key:
+        at = f.value(f"shl i64 {key.index}, 3")
+        here, soon = f.offset("%rows", at), f.offset("%ahead", at)
+        line = f.offset("%s", f.value(f"mul i64 {key.index}, {stride}"))
+
+        def block(start: str, size: int) -> None:
+            lane_bytes = f.value(f"mul i64 {start}, {isa.vector_bytes}")
+            first = f.value(f"icmp eq i64 {start}, 0")
+            ahead = f.value(f"select i1 {first}, ptr {soon}, ptr {here}")
+            q, s = f.offset("%q", lane_bytes), f.offset(line, lane_bytes)
+            f.do(
+                f"call void @{dot_name(rows, size)}(ptr {here}, ptr {ahead}, ptr {q}, i64 {stride}, i64 %steps, "
+                f"ptr {s}, i64 {stride}, i64 0)"
+            )
+
+        _loop_blocks(f, vectors, range(most, 0, -1), block)
+    return f
+
+
+def build_weigh_values(isa: Isa) -> Function:
+    """``O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key]``.
+
+    Arguments of the function: ``v``, addresses of value rows, or a panel of pairs of rows with ``ldv`` bytes
+    each; ``columns``, whole steps of columns; ``keys``, whole unrolled turns; ``p`` with ``ldp`` bytes a step;
+    ``lanes``; ``o`` with ``ldo`` bytes a lane; ``alpha``; ``accumulate``, 0 to start from zero.
+    """
+    f = Function("weigh_values", [("ptr", "v"), ("i64", "ldv"), ("i64", "columns"), ("i64", "keys"), ("ptr", "p"),
+                                  ("i64", "ldp"), ("i64", "lanes"), ("ptr", "o"), ("i64", "ldo"), ("ptr", "alpha"),
+                                  ("i64", "accumulate")])  # fmt: skip
+    most = isa.blocks.value[1]
+    vectors = f.value(f"udiv i64 %columns, {isa.vector_width}")
+
+    def column_block(start: str, size: int) -> None:
+        at = f.value(f"mul i64 {start}, {isa.native_bytes * isa.vector_width}")
+        column = f.offset("%o", f.value(f"mul i64 {start}, {isa.vector_bytes}"))
+
+        def lane_block(lane: str, lanes: int) -> None:
+            lane_bytes = f.value(f"shl i64 {lane}, 2")
+            p, alpha = f.offset("%p", lane_bytes), f.offset("%alpha", lane_bytes)
+            o = f.offset(column, f.value(f"mul i64 {lane}, %ldo"))
+            f.do(
+                f"call void @{value_name(lanes, size)}(ptr %v, i64 %ldv, i64 {at}, i64 %keys, ptr {p}, i64 %ldp, "
+                f"ptr {o}, i64 %ldo, ptr {alpha}, i64 %accumulate)"
+            )
+
+        _loop_blocks(f, "%lanes", isa.value_lanes, lane_block)
+
+    _loop_blocks(f, vectors, range(most, 0, -isa.k_pack), column_block)
+    return f
