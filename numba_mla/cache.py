@@ -2,59 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from .checks import FLOAT_DTYPES, check_array, check_count, names
+from .batch import Batch, build_batch
+from .checks import MAX_POSITIONS, check_count, check_type, describe
 from .config import MLAConfig
+from .pages import PagePool, Request, check_prompt, prompt_page_keys
+from .safetensors_file import CheckpointError
+from .storage import Rows, load_rows, open_rows, row_format, save_rows
 
 
 class CacheFullError(RuntimeError):
     """More pages were asked for than are free; nothing has changed."""
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """One step's metadata, shared by all layers.
-
-    Attributes
-    ----------
-    request_ids : tuple
-        The step's B requests, in the order of their tokens.
-    positions : ndarray, (T,), int64
-        Position in its request of each new token.
-    query_start_loc : ndarray, (B+1,), int32
-        Where each request's new tokens start, from 0 to T.
-    seq_lens : ndarray, (B,), int32
-        Tokens of each request, the new ones included.
-    block_table : ndarray, (B, M), int32
-        Pages of each request, padded with -1.
-    slot_mapping : ndarray, (T,), int64
-        Row of the cache that each new token goes to: ``page * block_size + offset``.
-    """
-
-    request_ids: tuple[Hashable, ...]
-    positions: np.ndarray
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    block_table: np.ndarray
-    slot_mapping: np.ndarray
-
-
-@dataclass
-class _Request:
-    # An array of C ints, since it is copied into the block table at every step.
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    seq_len: int = 0
-    # Identity of the content of the request's first pages, as far as its prompt is known to fill them.
-    page_keys: list[bytes] = field(default_factory=list)
 
 
 class PagedLatentCache:
@@ -75,19 +41,23 @@ class PagedLatentCache:
     num_layers : int
         Layers that share the pages' bookkeeping.
     dtype : dtype
-        float32, float16 or bfloat16.
-    layout : None
-        Only the plain layout of `dtype` rows.
-    cache_scale : None
-        Only for fp8 caches.
-    storage : ndarray, optional
-        Memory to use, e.g. a memmap: (num_layers, num_blocks, block_size, Dc+Dr) of `dtype`, C-contiguous,
-        writable. None: zeros.
+        float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+    layout : {None, "fp8_ds_mla"}
+        None: rows of `dtype`. "fp8_ds_mla", for Dc = 512 and Dr = 64: rows of 656 bytes, which are 512 fp8
+        values, a float32 scale for each 128 of them, and 64 bfloat16 values.
+    cache_scale : float, optional
+        Of an fp8 `dtype`: value = stored * cache_scale; None: 1.
+    storage : ndarray or path, optional
+        Memory to use: an array, e.g. a memmap, of shape (num_layers, num_blocks, block_size, Dc+Dr) and of
+        `dtype` ((..., 656) of uint8 for "fp8_ds_mla"), C-contiguous and writable; or a file to map, which is
+        made if it is not there. None: zeros.
 
     Attributes
     ----------
-    data : ndarray, (num_layers, num_blocks, block_size, Dc+Dr)
+    data : ndarray, (num_layers, num_blocks, block_size, Dc+Dr or 656)
         The rows; ``data[l]`` is the kv_cache of layer l.
+    config, layout, cache_scale
+        As given.
 
     Raises
     ------
@@ -118,32 +88,107 @@ class PagedLatentCache:
         *,
         num_layers: int = 1,
         dtype: Any = ml_dtypes.bfloat16,
-        layout: None = None,
-        cache_scale: None = None,
-        storage: np.ndarray | None = None,
+        layout: str | None = None,
+        cache_scale: float | None = None,
+        storage: Rows = None,
     ) -> None:
-        dtype = np.dtype(dtype)
+        check_type("config", config, MLAConfig, "an MLAConfig")
         check_count("num_blocks", num_blocks, 1)
         check_count("block_size", block_size, 1)
         check_count("num_layers", num_layers, 1)
-        if layout is not None:
-            raise ValueError(f"layout: expected None (rows of dtype), got {layout!r}")
-        if dtype not in FLOAT_DTYPES:
-            raise TypeError(f"dtype: expected {names(FLOAT_DTYPES)}, got {dtype}")
-        if cache_scale is not None:
-            raise ValueError(f"cache_scale: expected None with a {np.dtype(dtype)} cache, got {cache_scale!r}")
-        shape = (num_layers, num_blocks, block_size, config.cache_row_width)
-        if storage is not None:
-            _check_storage(storage, shape, dtype)
-        self.kv_lora_rank = config.kv_lora_rank
-        self.data = np.zeros(shape, dtype) if storage is None else storage
-        self._requests: dict[Hashable, _Request] = {}
-        self._holders = [0] * num_blocks
-        # The next page to take comes first. Pages whose content may serve again wait at the end, oldest
-        # first.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._page_of_key: dict[bytes, int] = {}
-        self._key_of_page: dict[int, bytes] = {}
+        if num_blocks * block_size > MAX_POSITIONS:
+            raise ValueError(
+                f"num_blocks, block_size: expected at most {MAX_POSITIONS} rows, got {num_blocks} pages of {block_size}"
+            )
+        row_dtype, width = row_format(config.kv_lora_rank, config.qk_rope_head_dim, dtype, layout, cache_scale)
+        self.config = config
+        self.layout = layout
+        self.cache_scale = cache_scale
+        self.data = open_rows(storage, (num_layers, num_blocks, block_size, width), row_dtype)
+        self._requests: dict[Hashable, Request] = {}
+        self._pool = PagePool(num_blocks)
+
+    @classmethod
+    def load(cls, path: str | Path, *, storage: Rows = None) -> PagedLatentCache:
+        """Return the cache that `save` wrote, with its requests and reusable pages.
+
+        Parameters
+        ----------
+        path : path
+            The file.
+        storage : ndarray or path, optional
+            Memory for the rows, as for the constructor.
+
+        Returns
+        -------
+        PagedLatentCache
+
+        Raises
+        ------
+        FileNotFoundError
+            There is no such file.
+        CheckpointError
+            A ValueError: the file is cut short, damaged, or something else.
+        """
+        path = Path(path)
+        rows, state = load_rows(path)
+        try:
+            geometry = {name: state[name] for name in ("num_blocks", "block_size", "layout", "cache_scale")}
+            config, dtype, num_layers = MLAConfig(**state["config"]), rows[0].dtype, len(rows)
+            cache = cls(config, dtype=dtype, num_layers=num_layers, **geometry, storage=storage)
+            for kept, saved in zip(cache.data, rows, strict=True):
+                if saved.dtype != kept.dtype or saved.shape[1:] != kept.shape[1:] or len(saved) > len(kept):
+                    raise ValueError(f"rows: expected {kept.dtype} of at most {kept.shape}, got {saved.shape}")
+                kept[: len(saved)] = saved
+            cache._restore(state)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: cannot be loaded: {error!r}") from error
+        return cache
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a safetensors file: rows up to the last page in use, requests, reusable pages.
+
+        Parameters
+        ----------
+        path : path
+            Replaced, if it is there, once the new file is whole on the disk: a save that is killed leaves
+            the old file.
+
+        Raises
+        ------
+        TypeError
+            A request's name is neither a string nor an integer; nothing is written.
+        OSError
+            The file cannot be written; the old one is left.
+
+        Notes
+        -----
+        Batches are not part of it: steps that are under way end before the save, or start anew after `load`.
+        """
+        for request_id in self._requests:
+            if not isinstance(request_id, (str, Integral)):
+                raise TypeError(f"request_id: expected strings and integers to save, got {request_id!r}")
+        keys = self._pool.keys
+        used = {*keys, *(page for request in self._requests.values() for page in request.pages)}
+        state = {
+            "config": {f.name: getattr(self.config, f.name) for f in dataclasses.fields(MLAConfig) if f.init},
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "layout": self.layout,
+            "cache_scale": self.cache_scale,
+            "free": self._pool.free_pages,
+            "keys": [[page, key.hex()] for page, key in keys.items()],
+            "requests": [[request_id, request.saved()] for request_id, request in self._requests.items()],
+        }
+        save_rows(Path(path), self.data, max(used, default=-1) + 1, state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        for request_id, saved in state["requests"]:
+            self._check_new(request_id)
+            self._requests[request_id] = Request.restore(saved, self.block_size)
+        held = [page for request in self._requests.values() for page in request.pages]
+        page_keys = {page: bytes.fromhex(key) for page, key in state["keys"]}
+        self._pool = PagePool.restore(self.num_blocks, held, state["free"], page_keys)
 
     @property
     def num_layers(self) -> int:
@@ -167,13 +212,13 @@ class PagedLatentCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows: num_layers * num_blocks * block_size * (Dc+Dr) * itemsize."""
+        """Bytes of the rows: num_layers * num_blocks * block_size * (Dc+Dr) * itemsize (656 for "fp8_ds_mla")."""
         return self.data.nbytes
 
     @property
     def num_free_blocks(self) -> int:
         """Pages that no request holds."""
-        return len(self._free)
+        return self._pool.num_free
 
     @property
     def request_ids(self) -> tuple[Hashable, ...]:
@@ -181,7 +226,18 @@ class PagedLatentCache:
         return tuple(self._requests)
 
     def seq_len(self, request_id: Hashable) -> int:
-        """Return how many tokens a request holds."""
+        """Return how many tokens a request holds.
+
+        Parameters
+        ----------
+        request_id : hashable
+            A live request.
+
+        Raises
+        ------
+        ValueError
+            The request is not live.
+        """
         return self._request(request_id).seq_len
 
     def add(self, request_id: Hashable, prompt_ids: Sequence[int] | np.ndarray | None = None) -> int:
@@ -206,21 +262,25 @@ class PagedLatentCache:
             The name is taken, or the prompt is not a sequence of integers.
         """
         self._check_new(request_id)
-        request = _Request()
+        request = Request()
         if prompt_ids is not None:
-            tokens = _check_prompt(prompt_ids)
-            request.page_keys = _prompt_page_keys(tokens, self.block_size)
+            tokens = check_prompt(prompt_ids)
+            request.page_keys = prompt_page_keys(tokens, self.block_size)
             for key in request.page_keys[: max(len(tokens) - 1, 0) // self.block_size]:
-                if key not in self._page_of_key:
+                page = self._pool.find(key)
+                if page is None:
                     break
-                request.pages.append(self._page_of_key[key])
-            self._hold(request.pages)
+                request.pages.append(page)
+            self._pool.hold(request.pages)
             request.seq_len = len(request.pages) * self.block_size
         self._requests[request_id] = request
         return request.seq_len
 
     def fork(self, request_id: Hashable, new_id: Hashable) -> None:
         """Start a request that continues another one, on the same pages until either writes to them.
+
+        The other one's tokens have been written by all layers: between its `append` and the layers' calls
+        there is nothing yet to continue.
 
         Parameters
         ----------
@@ -236,13 +296,15 @@ class PagedLatentCache:
         """
         source = self._request(request_id)
         self._check_new(new_id)
-        self._hold(source.pages)
+        self._pool.hold(source.pages)
         # Where the two part, nothing says that the fork's next tokens are the prompt's.
         filled_keys = source.page_keys[: source.seq_len // self.block_size]
-        self._requests[new_id] = _Request(source.pages[:], source.seq_len, filled_keys)
+        self._requests[new_id] = Request(source.pages[:], source.seq_len, filled_keys)
 
     def truncate(self, request_id: Hashable, n: int) -> None:
         """Drop a request's tokens from position n on, e.g. rejected speculative ones.
+
+        Batches from before are stale if this drops any token: commit them first.
 
         Parameters
         ----------
@@ -261,11 +323,12 @@ class PagedLatentCache:
         if n > request.seq_len:
             raise ValueError(f"n: request {request_id!r} holds {request.seq_len} tokens, got {n}")
         kept = -(-n // self.block_size)
-        self._release(request.pages[kept:])
+        self._pool.release(request.pages[kept:])
         del request.pages[kept:]
         # What comes next need not be the rest of the prompt.
         if n < request.seq_len:
             del request.page_keys[n // self.block_size :]
+            request.life = object()
         request.seq_len = n
 
     def free(self, request_id: Hashable) -> None:
@@ -281,7 +344,7 @@ class PagedLatentCache:
         ValueError
             The request is not live.
         """
-        self._release(self._request(request_id).pages)
+        self._pool.release(self._request(request_id).pages)
         del self._requests[request_id]
 
     def append(self, num_new_tokens: Mapping[Hashable, int]) -> Batch:
@@ -304,16 +367,25 @@ class PagedLatentCache:
         ValueError, TypeError
             A request is not live, or a count is not an integer >= 0; nothing has changed.
         """
+        if not isinstance(num_new_tokens, Mapping):
+            raise TypeError(f"num_new_tokens: expected a mapping of request to count, got {describe(num_new_tokens)}")
         counts = [check_count(f"num_new_tokens[{r!r}]", n, 0) for r, n in num_new_tokens.items()]
         requests = [self._request(request_id) for request_id in num_new_tokens]
         needed = self._count_needed_pages(requests, counts)
-        if needed > len(self._free):
+        if needed > self._pool.num_free:
             raise CacheFullError(
-                f"{sum(counts)} new tokens need {needed} pages, {len(self._free)} of {self.num_blocks} are free"
+                f"{sum(counts)} new tokens need {needed} pages, {self._pool.num_free} of {self.num_blocks} are free"
             )
         for request, count in zip(requests, counts, strict=True):
             self._grow(request, count)
-        return self._describe(tuple(num_new_tokens), requests, np.array(counts, dtype=np.int64))
+        return build_batch(
+            tuple(num_new_tokens),
+            counts,
+            seq_lens=[request.seq_len for request in requests],
+            pages=[request.pages for request in requests],
+            lives=tuple(request.life for request in requests),
+            block_size=self.block_size,
+        )
 
     def commit(self, batch: Batch) -> None:
         """Offer the prompt pages that a step has filled, in every layer, to later requests.
@@ -325,125 +397,97 @@ class PagedLatentCache:
 
         Raises
         ------
-        ValueError
-            A request of the batch is no longer live.
+        TypeError, ValueError
+            Not a batch, or one that is stale or another cache's; nothing has changed.
         """
-        requests = [self._request(request_id) for request_id in batch.request_ids]
+        requests = self._requests_of(batch)
         for request, written in zip(requests, batch.seq_lens.tolist(), strict=True):
-            full = min(written, request.seq_len) // self.block_size
+            full = written // self.block_size
             for page, key in zip(request.pages[:full], request.page_keys[:full], strict=False):
-                if key not in self._page_of_key:
-                    self._page_of_key[key] = page
-                    self._key_of_page[page] = key
+                self._pool.offer(page, key)
 
-    def _request(self, request_id: Hashable) -> _Request:
-        if request_id not in self._requests:
+    def check_batch(self, batch: Batch) -> None:
+        """Raise unless a batch is this cache's and its rows still are its requests'.
+
+        Parameters
+        ----------
+        batch : Batch
+            From `append`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not a batch; another cache's; or a request of it has been freed, truncated, added again, or has
+            moved to a copy of a shared page since.
+        """
+        requests = self._requests_of(batch)
+        used = np.flatnonzero(batch.seq_lens)
+        # Only the last page of a request that has not been cut back is ever replaced.
+        last = (batch.seq_lens[used] - 1) // self.block_size
+        for index, number, page in zip(used.tolist(), last.tolist(), batch.block_table[used, last], strict=True):
+            if requests[index].pages[number] != page:
+                raise ValueError(
+                    f"batch: request {batch.request_ids[index]!r} has moved to a copy of a page that it shared "
+                    "since this batch was made"
+                )
+
+    def _requests_of(self, batch: Batch) -> list[Request]:
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch: expected a Batch, got {type(batch).__name__}")
+        if len(batch.lives) != len(batch.request_ids):
+            raise ValueError("batch: expected one from this cache's append")
+        requests = []
+        for request_id, life in zip(batch.request_ids, batch.lives, strict=True):
+            request = self._requests.get(request_id)
+            if request is None or request.life is not life:
+                raise ValueError(
+                    f"batch: request {request_id!r} has been freed, truncated or added again since this batch "
+                    "was made, or the batch is another cache's"
+                )
+            requests.append(request)
+        return requests
+
+    def _is_live(self, request_id: Hashable) -> bool:
+        try:
+            return request_id in self._requests
+        except TypeError:
+            raise TypeError(f"request_id: expected a hashable name, got {describe(request_id)}") from None
+
+    def _request(self, request_id: Hashable) -> Request:
+        if not self._is_live(request_id):
             raise ValueError(f"request_id: {request_id!r} is not a live request")
         return self._requests[request_id]
 
     def _check_new(self, request_id: Hashable) -> None:
-        if request_id in self._requests:
+        if self._is_live(request_id):
             raise ValueError(f"request_id: {request_id!r} is already a live request")
 
-    def _count_needed_pages(self, requests: list[_Request], counts: list[int]) -> int:
+    def _count_needed_pages(self, requests: list[Request], counts: list[int]) -> int:
         needed = 0
         holders_left: dict[int, int] = {}
         for request, count in zip(requests, counts, strict=True):
             needed += -(-(request.seq_len + count) // self.block_size) - len(request.pages)
-            if self._writes_to_last_page(request, count):
+            if request.writes_to_last_page(count, self.block_size):
                 page = request.pages[-1]
-                left = holders_left.get(page, self._holders[page])
+                left = holders_left.get(page, self._pool.num_holders(page))
                 if left > 1:  # a copy; whoever is left alone on the page writes in place
                     needed += 1
                     holders_left[page] = left - 1
         return needed
 
-    def _writes_to_last_page(self, request: _Request, count: int) -> bool:
-        return count > 0 and request.seq_len % self.block_size > 0
-
-    def _grow(self, request: _Request, count: int) -> None:
-        if self._writes_to_last_page(request, count):
+    def _grow(self, request: Request, count: int) -> None:
+        if request.writes_to_last_page(count, self.block_size):
             request.pages[-1] = self._own_page(request.pages[-1])
         request.seq_len += count
         while len(request.pages) * self.block_size < request.seq_len:
-            request.pages.append(self._take_page())
+            request.pages.append(self._pool.take())
 
     def _own_page(self, page: int) -> int:
         """Return a page with the same rows that may be written: itself, or a copy of a shared one."""
-        if self._holders[page] == 1:
-            self._forget_content(page)
+        if self._pool.num_holders(page) == 1:
+            self._pool.forget(page)
             return page
-        copy = self._take_page()
+        copy = self._pool.take()
         self.data[:, copy] = self.data[:, page]
-        self._holders[page] -= 1
+        self._pool.release([page])
         return copy
-
-    def _take_page(self) -> int:
-        page, _ = self._free.popitem(last=False)
-        self._forget_content(page)
-        self._holders[page] = 1
-        return page
-
-    def _forget_content(self, page: int) -> None:
-        if page in self._key_of_page:
-            del self._page_of_key[self._key_of_page.pop(page)]
-
-    def _hold(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self._free.pop(page, None)
-            self._holders[page] += 1
-
-    def _release(self, pages: Sequence[int]) -> None:
-        # Backwards, so that of a prompt's pages the last, which fewest other prompts share, is taken first.
-        for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
-                self._free[page] = None
-                if page not in self._key_of_page:
-                    self._free.move_to_end(page, last=False)
-
-    def _describe(self, request_ids: tuple[Hashable, ...], requests: list[_Request], counts: np.ndarray) -> Batch:
-        seq_lens = np.array([request.seq_len for request in requests], dtype=np.int64)
-        block_table = np.full((len(requests), max((len(r.pages) for r in requests), default=0)), -1, np.int32)
-        for row, request in zip(block_table, requests, strict=True):
-            row[: len(request.pages)] = request.pages
-        query_start_loc = np.concatenate(([0], np.cumsum(counts)))
-        request_of_token = np.repeat(np.arange(len(requests)), counts)
-        first_position = seq_lens - counts - query_start_loc[:-1]
-        positions = np.arange(query_start_loc[-1]) + first_position[request_of_token]
-        pages = block_table[request_of_token, positions // self.block_size].astype(np.int64)
-        arrays = (
-            positions,
-            query_start_loc.astype(np.int32),
-            seq_lens.astype(np.int32),
-            block_table,
-            pages * self.block_size + positions % self.block_size,
-        )
-        for values in arrays:
-            values.flags.writeable = False
-        return Batch(request_ids, *arrays)
-
-
-def _prompt_page_keys(tokens: np.ndarray, block_size: int) -> list[bytes]:
-    """Return a key per full page of a prompt that stands for all tokens up to the page's end."""
-    keys = []
-    key = b""
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        key = hashlib.sha256(key + tokens[start : start + block_size].tobytes()).digest()
-        keys.append(key)
-    return keys
-
-
-def _check_prompt(prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    tokens = np.asarray(prompt_ids)
-    if tokens.ndim != 1:
-        raise ValueError(f"prompt_ids: expected one axis, got shape {tokens.shape}")
-    if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"prompt_ids: expected integers, got {tokens.dtype}")
-    return tokens.astype(np.int64)
-
-
-def _check_storage(storage: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    check_array("storage", storage, shape, (dtype,))
-    if not (storage.flags.c_contiguous and storage.flags.writeable):
-        raise ValueError("storage: expected a writable C-contiguous array")

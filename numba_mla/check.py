@@ -102,7 +102,7 @@ def check_layer(
     layer : MLALayer
         What was run.
     weights : mapping of str to ndarray
-        What it was built from.
+        What it was built from, fp8 dequantised.
     hidden_states, outputs : ndarray, (T, hidden_size)
         Inputs in the layer's dtype and outputs, of every request from its first token on.
     cache : PagedLatentCache

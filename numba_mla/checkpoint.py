@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,14 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from .checks import FLOAT_DTYPES, names
-from .config import MLAConfig, attention_prefix, read_config
+from .checks import FLOAT_DTYPES, check_type, names
+from .config import MLAConfig, read_config
+from .families import LAYER_ROOTS, attention_name, attention_prefix, text_config
+from .quant import FLOAT8_DTYPES, BlockScaled
+from .safetensors_file import CheckpointError, SafetensorsFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# The safetensors library refuses longer headers too.
-MAX_HEADER_BYTES = 100_000_000
-
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
 
 # A DeepSeek-V2-Lite config.json, cut to what concerns attention.
 DEEPSEEK_V2_LITE: dict[str, Any] = {
@@ -61,105 +45,6 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
         "original_max_position_embeddings": 4096,
     },
 }
-
-
-class CheckpointError(ValueError):
-    """A checkpoint folder that is there but cannot be used; the message names the file and the tensor."""
-
-
-class SafetensorsFile:
-    """One safetensors file, its header checked against its size, its data mapped and not read.
-
-    Parameters
-    ----------
-    path : path
-        The file.
-
-    Raises
-    ------
-    FileNotFoundError
-        There is no such file.
-    CheckpointError
-        The file is cut short or its header does not describe it.
-
-    References
-    ----------
-    The safetensors format: an 8-byte little-endian header length, a JSON header, the data.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist")
-        self._header, self._data_start = self._read_header()
-        size_bytes = path.stat().st_size - self._data_start
-        for name, entry in self._header.items():
-            self._check_entry(name, entry, size_bytes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._header
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors in the file."""
-        return list(self._header)
-
-    def tensor(self, name: str) -> np.ndarray:
-        """Return a tensor as a read-only array over the mapped file."""
-        if name not in self._header:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing")
-        entry = self._header[name]
-        if entry["dtype"] not in DTYPES:
-            raise CheckpointError(f"{self.path}: tensor {name} has unsupported dtype {entry['dtype']!r}")
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        if 0 in shape:
-            return np.empty(shape, dtype)
-        start = self._data_start + entry["data_offsets"][0]
-        mapped = np.memmap(self.path, dtype=dtype, mode="r", offset=start, shape=shape)
-        # The format packs tensors without padding, so one may start between its elements' boundaries.
-        return np.require(mapped, requirements="A")
-
-    def _read_header(self) -> tuple[dict[str, Any], int]:
-        size_bytes = self.path.stat().st_size
-        if size_bytes < 8:
-            raise CheckpointError(f"{self.path}: truncated: {size_bytes} bytes, a header length takes 8")
-        with self.path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > min(size_bytes - 8, MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{self.path}: bad header: its length is {header_bytes} bytes, the file's {size_bytes}"
-                )
-            text = file.read(header_bytes)
-        try:
-            header = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path}: bad header: not valid JSON ({error})") from None
-        if not isinstance(header, dict):
-            raise CheckpointError(f"{self.path}: bad header: not a JSON object")
-        header.pop("__metadata__", None)
-        return header, 8 + header_bytes
-
-    def _check_entry(self, name: str, entry: Any, size_bytes: int) -> None:
-        where = f"{self.path}: tensor {name}"
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        except (TypeError, KeyError, ValueError):
-            raise CheckpointError(
-                f"{where}: bad header: needs dtype, shape and two data_offsets, got {entry!r}"
-            ) from None
-        if not isinstance(dtype, str) or not isinstance(shape, list) or not _are_sizes([*shape, begin, end]):
-            raise CheckpointError(f"{where}: bad header: {entry!r}")
-        if end > size_bytes:
-            raise CheckpointError(
-                f"{where}: the file is truncated: the tensor ends at byte {end} of the data, which has {size_bytes}"
-            )
-        if dtype in DTYPES:
-            expected = math.prod(shape) * DTYPES[dtype].itemsize
-            if end - begin != expected:
-                raise CheckpointError(
-                    f"{where}: bad header: {dtype} of shape {tuple(shape)} takes {expected} bytes, "
-                    f"data_offsets give {end - begin}"
-                )
 
 
 class Checkpoint:
@@ -195,6 +80,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        check_type("folder", folder, (str, os.PathLike), "a path")
         self.folder = Path(folder)
         self.config = read_config(self.folder)
         self._files: dict[str, SafetensorsFile] = {}
@@ -284,7 +170,7 @@ def bias_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
     return {f"{module}.bias": shapes[f"{module}.weight"][:1] for module in biased if f"{module}.weight" in shapes}
 
 
-def read_attention(checkpoint: Checkpoint, config: MLAConfig, layer: int) -> dict[str, np.ndarray]:
+def read_attention(checkpoint: Checkpoint, config: MLAConfig, layer: int) -> dict[str, np.ndarray | BlockScaled]:
     """Return the tensors of attention `layer`, named as `attention_shapes` and `bias_shapes` name them.
 
     Parameters
@@ -298,34 +184,112 @@ def read_attention(checkpoint: Checkpoint, config: MLAConfig, layer: int) -> dic
 
     Returns
     -------
-    dict of str to ndarray
-        Read-only arrays over the mapped files.
+    dict of str to ndarray or BlockScaled
+        Read-only arrays over the mapped files; fp8 projections with their scales.
 
     Raises
     ------
     CheckpointError
-        A tensor is missing, has another shape than the config gives it, or is not of float32, float16 or
-        bfloat16.
+        A tensor is missing, has another shape than the config gives it, or is neither float32, float16,
+        bfloat16 nor (a projection alone) fp8 with scales; or there is one that the layer has no place for.
+    ValueError
+        The layer is not MLA.
     """
     if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
         raise ValueError(f"layer: expected an integer >= 0, got {layer!r}")
-    prefix = attention_prefix(checkpoint.config, layer)
+    prefix = _find_prefix(checkpoint, layer)
     wanted = attention_shapes(config)
     biases = bias_shapes(config)
     # The modules that `attention_bias` gives a bias; the queries' other projections never have one from it.
     promised = {"q_a_proj.bias", "kv_a_proj_with_mqa.bias", "o_proj.bias"} & biases.keys()
+    has_biases = text_config(checkpoint.config).get("attention_bias")
     wanted |= {
         name: shape
         for name, shape in biases.items()
-        if prefix + name in checkpoint or (checkpoint.config.get("attention_bias") and name in promised)
+        if prefix + name in checkpoint or (has_biases and name in promised)
     }
-    tensors = {name: checkpoint.tensor(prefix + name, shape) for name, shape in wanted.items()}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
+    tensors: dict[str, np.ndarray | BlockScaled] = {}
+    used = set()
+    for name, shape in wanted.items():
+        tensor = checkpoint.tensor(prefix + name, shape)
+        used.add(prefix + name)
+        if tensor.dtype in FLOAT8_DTYPES and len(shape) == 2:
+            scale_name = _find_scale(checkpoint, prefix + name)
+            used.add(scale_name)
+            tensors[name] = _with_scales(checkpoint, tensor, scale_name)
+        elif tensor.dtype in FLOAT_DTYPES:
+            tensors[name] = tensor
+        else:
+            expected = FLOAT_DTYPES if len(shape) == 1 else (*FLOAT_DTYPES, *FLOAT8_DTYPES)
             raise CheckpointError(
-                f"{checkpoint.folder}: tensor {prefix}{name}: expected {names(FLOAT_DTYPES)}, got {tensor.dtype}"
+                f"{checkpoint.folder}: tensor {prefix}{name}: expected {names(expected)}, got {tensor.dtype}"
             )
+    _refuse_others(checkpoint, prefix, used)
     return tensors
+
+
+# What may lie below `self_attn` and bear on nothing here: frequencies, which follow from the config, and
+# the ranges of activations and cached keys that other programs quantise with.
+_WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+
+
+def _find_prefix(checkpoint: Checkpoint, layer: int) -> str:
+    """Return what the layer's tensors start with in this checkpoint, or should."""
+    name = attention_name(checkpoint.config, layer)
+    for root in LAYER_ROOTS:
+        if any(tensor.startswith(root + name) for tensor in checkpoint.names):
+            return root + name
+    return attention_prefix(checkpoint.config, layer)
+
+
+def _find_scale(checkpoint: Checkpoint, weight_name: str) -> str:
+    """Return the name of an fp8 weight's scales, as they are there or should be."""
+    candidates = [weight_name + suffix for suffix in _SCALE_SUFFIXES]
+    return next((name for name in candidates if name in checkpoint), candidates[0])
+
+
+def _with_scales(checkpoint: Checkpoint, weight: np.ndarray, scale_name: str) -> BlockScaled:
+    """Return an fp8 weight with its scales: one per block, or one for all of it where the config has no blocks."""
+    block_size = _weight_block_size(checkpoint)
+    scale = checkpoint.tensor(scale_name)
+    if block_size is None:
+        if scale.size != 1:
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {scale_name}: scales of shape {scale.shape} need "
+                "quantization_config.weight_block_size in config.json"
+            )
+        block_size, scale = (weight.shape[0], weight.shape[1]), scale.reshape(1, 1)
+    else:
+        checkpoint.tensor(scale_name, tuple(-(-n // b) for n, b in zip(weight.shape, block_size, strict=True)))
+    if scale.dtype not in FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {scale_name}: expected {names(FLOAT_DTYPES)}, got {scale.dtype}"
+        )
+    return BlockScaled(weight, scale.astype(np.float32), block_size)
+
+
+def _weight_block_size(checkpoint: Checkpoint) -> tuple[int, int] | None:
+    values = text_config(checkpoint.config).get("quantization_config") or checkpoint.config.get("quantization_config")
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{checkpoint.folder}: quantization_config: expected an object, got {values!r}")
+    size = values.get("weight_block_size")
+    if size is None:
+        return None
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
+        raise CheckpointError(f"{checkpoint.folder}: weight_block_size: expected two integers > 0, got {size!r}")
+    return size[0], size[1]
+
+
+def _refuse_others(checkpoint: Checkpoint, prefix: str, used: set[str]) -> None:
+    """Refuse tensors of the layer that would be left out of its result."""
+    for name in checkpoint.names:
+        if name.startswith(prefix) and name not in used and not name.endswith(_WITHOUT_EFFECT):
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {name} is not one of this attention's; expected {', '.join(sorted(used))}"
+            )
 
 
 def save_checkpoint(
@@ -452,7 +416,3 @@ def _split_into_shards(tensors: Mapping[str, np.ndarray], max_shard_bytes: int |
         shards[-1].append(name)
         shard_bytes += tensor.nbytes
     return shards
-
-
-def _are_sizes(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)

@@ -26,6 +26,7 @@ import numba_mla
 from .checkpoint import Checkpoint, read_attention, save_random_checkpoint
 from .config import MLAConfig
 from .layer import MLALayer
+from .quant import BlockScaled, dequantise
 from .trial import (
     HiddenStates,
     Phase,
@@ -185,7 +186,10 @@ def check_new_file(option: str, path: Path) -> None:
 
 
 def load_layer(folder: Path | None, layer: int, scratch: Path, seed: int) -> tuple[MLALayer, dict[str, np.ndarray]]:
-    """Return a layer and the weights it was built from: a checkpoint's, or without a folder random ones."""
+    """Return a layer and what its weights mean: a checkpoint's, or without a folder random ones.
+
+    The layer keeps fp8 weights as they are; the check of its results starts from the numbers they stand for.
+    """
     if folder is None:
         if layer != 0:
             raise ValueError(f"--layer: a random checkpoint has layer 0 alone, got {layer}")
@@ -194,7 +198,8 @@ def load_layer(folder: Path | None, layer: int, scratch: Path, seed: int) -> tup
     source = Checkpoint(folder)
     config = MLAConfig.from_dict(source.config)
     weights = read_attention(source, config, layer)
-    return MLALayer(config, weights), weights
+    dequantised = {name: dequantise(w) if isinstance(w, BlockScaled) else w for name, w in weights.items()}
+    return MLALayer(config, weights), dequantised
 
 
 def make_inputs(npz: Path | None, layer: MLALayer, batch: int, prompt_len: int, tokens: int, seed: int) -> HiddenStates:

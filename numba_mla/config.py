@@ -1,63 +1,20 @@
-"""MLAConfig, and the one table of how the model families differ."""
+"""MLAConfig, from any spelling of a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from .checks import check_type
+from .families import Family, find_family, text_config
 from .rope import score_scaling
 
-
-@dataclass(frozen=True)
-class Family:
-    """How one model family differs from DeepSeek V3.
-
-    Attributes
-    ----------
-    rope_interleave : bool or None
-        Pair order of the rotary features; None: the config's `rope_interleave`, True when it is absent.
-    rope_theta : float
-        Used when the config has none.
-    scales_latents : bool
-        q is multiplied by sqrt(hidden_size / q_lora_rank), the normed latent by
-        sqrt(hidden_size / kv_lora_rank).
-    scales_queries : bool
-        q is multiplied by ``1 + beta ln(1 + floor(position / original_max))``, where beta is
-        `llama_4_scaling_beta`.
-    rotary_share_of_head : bool
-        `partial_rotary_factor` is Dr's share of Dn + Dr; else of Dr itself.
-    derives_v_head_dim : bool
-        A missing `v_head_dim` means hidden_size / num_heads.
-    attentions_per_layer : int
-        More than one: they are numbered below `self_attn`, and `layer` counts attentions.
-    """
-
-    rope_interleave: bool | None = None
-    rope_theta: float = 10000.0
-    scales_latents: bool = False
-    scales_queries: bool = False
-    rotary_share_of_head: bool = False
-    derives_v_head_dim: bool = False
-    attentions_per_layer: int = 1
-
-
-FAMILIES = {
-    "deepseek_v2": Family(rope_interleave=True),
-    "deepseek_v3": Family(),
-    "kimi_k2": Family(),
-    "youtu": Family(),
-    "glm4_moe_lite": Family(),
-    "axk1": Family(),
-    "minicpm3": Family(rope_interleave=False, derives_v_head_dim=True),
-    "longcat_flash": Family(rope_interleave=True, rope_theta=1e7, scales_latents=True, attentions_per_layer=2),
-    "mistral4": Family(scales_queries=True, rotary_share_of_head=True),
-}
-SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "glm5_next")
 ROPE_TYPES = ("default", "linear", "yarn")
 
 
@@ -80,8 +37,8 @@ class MLAConfig:
     norm_eps : float
         Added to the mean square in the latents' RMSNorm. Model families use 1e-6 here, and their
         `rms_norm_eps` for other norms only.
-    rope_theta : float
-        Base of the rotary wavelengths.
+    rope_theta : float or None
+        Base of the rotary wavelengths; None: nothing is rotated.
     rope_interleave : bool
         True: rotary pairs are features (2i, 2i+1); False: (i, i + Dr/2).
     rope_scaling : mapping or None
@@ -118,7 +75,7 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    rope_theta: float | None = 10000.0
     rope_interleave: bool = True
     # Not hashed: a mapping is not hashable, and configs that differ only here may share a hash.
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -135,8 +92,12 @@ class MLAConfig:
         _check_int("qk_rope_head_dim", self.qk_rope_head_dim, minimum=0)
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: expected an even number, got {self.qk_rope_head_dim}")
-        for name in ("norm_eps", "rope_theta", "q_latent_scale", "kv_latent_scale"):
+        for name in ("norm_eps", "q_latent_scale", "kv_latent_scale"):
             _check_positive(name, getattr(self, name))
+        if self.rope_theta is not None:
+            _check_positive("rope_theta", self.rope_theta)
+        elif self.rope_scaling is not None:
+            raise ValueError(f"rope_scaling: expected None where rope_theta is None, got {self.rope_scaling!r}")
         if not isinstance(self.rope_interleave, bool):
             raise ValueError(f"rope_interleave: expected true or false, got {self.rope_interleave!r}")
         if self.rope_scaling is not None:
@@ -186,7 +147,7 @@ class MLAConfig:
         ----------
         values : mapping
             The parsed file. Rotary values may come as `rope_parameters`, or as `rope_scaling` and
-            `rope_theta`.
+            `rope_theta`; the whole may be nested, as `text_config`.
 
         Returns
         -------
@@ -205,7 +166,12 @@ class MLAConfig:
         >>> MLAConfig.from_dict(values).num_heads
         16
         """
+        check_type("values", values, Mapping, "a mapping")
         family = find_family(values)
+        values = text_config(values)
+        for key in family.always_true:
+            if values.get(key, True) is not True:
+                raise ValueError(f"{key}: {values['model_type']} is supported with true alone, got {values[key]!r}")
         if family.rope_interleave is None:
             # A null counts as false, as it does in the models' own code.
             interleave = values.get("rope_interleave", True)
@@ -233,6 +199,7 @@ class MLAConfig:
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Return `config.json` of a checkpoint folder as a dict; errors name the file."""
+    check_type("folder", folder, (str, os.PathLike), "a path")
     path = Path(folder) / "config.json"
     if not path.parent.is_dir():
         raise FileNotFoundError(f"checkpoint folder {path.parent} does not exist")
@@ -245,33 +212,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values
-
-
-def find_family(values: Mapping[str, Any]) -> Family:
-    """Return the row of `FAMILIES` for a `config.json`, or raise a ValueError that names the `model_type`."""
-    if "model_type" not in values:
-        raise ValueError("model_type: missing from config.json")
-    model_type = values["model_type"]
-    if isinstance(model_type, str) and model_type in FAMILIES:
-        return FAMILIES[model_type]
-    why = "its sparse attention is not supported" if model_type in SPARSE_FAMILIES else "not supported"
-    raise ValueError(f"model_type: {model_type!r}: {why}; supported: {', '.join(sorted(FAMILIES))}")
-
-
-def attention_prefix(values: Mapping[str, Any], layer: int) -> str:
-    """Return what the names of attention `layer`'s tensors start with in a checkpoint.
-
-    Examples
-    --------
-    >>> attention_prefix({"model_type": "deepseek_v3"}, 5)
-    'model.layers.5.self_attn.'
-    >>> attention_prefix({"model_type": "longcat_flash"}, 5)
-    'model.layers.2.self_attn.1.'
-    """
-    per_layer = find_family(values).attentions_per_layer
-    if per_layer == 1:
-        return f"model.layers.{layer}.self_attn."
-    return f"model.layers.{layer // per_layer}.self_attn.{layer % per_layer}."
 
 
 def _read_dims(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -296,13 +236,16 @@ def _read_dims(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def _read_rope(
     values: Mapping[str, Any], family: Family, dims: Mapping[str, Any]
-) -> tuple[float, dict[str, Any] | None]:
+) -> tuple[float | None, dict[str, Any] | None]:
     """Return theta and the rope values that matter, from either spelling."""
+    if family.rope_theta is None:
+        return None, None
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     given = values.get(key) or {}
     if not isinstance(given, Mapping):
         raise ValueError(f"{key}: expected an object, got {given!r}")
     theta = given.get("rope_theta", values.get("rope_theta", family.rope_theta))
+    _check_positive("rope_theta", theta)
     rope = {k: v for k, v in given.items() if k in _ROPE_KEYS and v is not None}
     rope["rope_type"] = given.get("rope_type", given.get("type", "default"))
     if rope["rope_type"] == "yarn":
@@ -365,7 +308,8 @@ def _read_query_scale(rope_scaling: Mapping[str, Any] | None) -> float:
     return (rope_scaling or {})["llama_4_scaling_beta"]
 
 
-def _checked_rope_scaling(rope_scaling: Mapping[str, Any], theta: float) -> dict[str, Any]:
+def _checked_rope_scaling(rope_scaling: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+    check_type("rope_scaling", rope_scaling, Mapping, "a mapping or None")
     rope_type = rope_scaling.get("rope_type")
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type: {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
@@ -384,13 +328,16 @@ def _checked_rope_scaling(rope_scaling: Mapping[str, Any], theta: float) -> dict
         value = rope_scaling.get(key)
         if value is not None and not (_is_number(value) and value >= 0):
             raise ValueError(f"{key}: expected a number >= 0, got {value!r}")
-    if rope_type == "yarn" and theta <= 1:
+    if rope_type == "yarn" and theta is not None and theta <= 1:
         raise ValueError(f"rope_theta: yarn needs a number > 1, got {theta!r}")
     return dict(rope_scaling)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer too large for a float
+        return False
 
 
 def _check_int(name: str, value: Any, *, minimum: int) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from . import ops
-from .cache import Batch, PagedLatentCache
+from .batch import Batch
+from .cache import PagedLatentCache
 from .checkpoint import Checkpoint, attention_shapes, bias_shapes, read_attention
-from .checks import FLOAT_DTYPES, check_array, check_count, check_output
+from .checks import BFLOAT16, FLOAT_DTYPES, check_array, check_count, check_flag, check_output, check_type, describe
 from .config import MLAConfig
+from .quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size
 from .rope import inverse_frequencies, rotate, rotation, rotation_scaling
 
 PATHS = ("auto", "absorbed")
+FLOAT32 = np.dtype(np.float32)
 
 
 class MLALayer:
@@ -29,18 +33,21 @@ class MLALayer:
     ----------
     config : MLAConfig
         The layer's numbers.
-    weights : mapping of str to ndarray
+    weights : mapping of str to ndarray or BlockScaled
         By their names below `self_attn.`: `q_proj.weight`, or `q_a_proj.weight`, `q_a_layernorm.weight` and
         `q_b_proj.weight`; `kv_a_proj_with_mqa.weight`, `kv_a_layernorm.weight`, `kv_b_proj.weight`,
         `o_proj.weight`; a `.bias` of any of these projections but kv_b_proj. Projections are float32, float16
-        or bfloat16, all the same; norm weights and biases any of these.
+        or bfloat16, all the same, or fp8 with its scales; norm weights and biases are any of the three.
+    requantize_kv_b_proj : bool
+        An fp8 kv_b_proj, which is split into W_UK and W_UV, keeps its scales (False), or is quantised anew
+        with one scale for all of it, as vLLM does (True).
 
     Attributes
     ----------
     config : MLAConfig
         As given.
     dtype : dtype
-        Of the projections, and so of hidden states.
+        Of hidden states: that of the projections, or bfloat16 where all of them are fp8.
 
     Raises
     ------
@@ -50,8 +57,8 @@ class MLALayer:
     Notes
     -----
     A value is rounded to `dtype` (or the cache's) only where the next product takes it; norms, rotation,
-    biases and scalings work on float32. The result does not depend on how tokens are split into calls or
-    batched.
+    biases and scalings work on float32. fp8 weights stay fp8: products take their exact values. The result
+    does not depend on how tokens are split into calls or batched.
 
     References
     ----------
@@ -71,29 +78,39 @@ class MLALayer:
     (3, 32)
     """
 
-    def __init__(self, config: MLAConfig, weights: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        config: MLAConfig,
+        weights: Mapping[str, np.ndarray | BlockScaled],
+        *,
+        requantize_kv_b_proj: bool = False,
+    ) -> None:
+        check_type("config", config, MLAConfig, "an MLAConfig")
+        check_type("weights", weights, Mapping, "a mapping of names to arrays")
         self.config = config
         self.dtype = _check_weights(config, weights)
-        projections = [name for name, shape in attention_shapes(config).items() if len(shape) == 2]
-        projections.remove("kv_b_proj.weight")
-        self._packed = {_module(name): ops.pack_weight(weights[name][None]) for name in projections}
-        self._widths = {_module(name): len(weights[name]) for name in projections}
-        w_uk, w_uv = ops.absorb_weights(
-            weights["kv_b_proj.weight"], config.num_heads, config.qk_nope_head_dim, config.v_head_dim
-        )
+        self._packed = {
+            _module(name): ops.pack_weight(_as_one_head(weights[name]))
+            for name, shape in attention_shapes(config).items()
+            if len(shape) == 2 and name != "kv_b_proj.weight"
+        }
+        kv_b_proj = weights["kv_b_proj.weight"]
+        if check_flag("requantize_kv_b_proj", requantize_kv_b_proj):
+            kv_b_proj = _with_one_scale(kv_b_proj)
+        w_uk, w_uv = ops.absorb_weights(kv_b_proj, config.num_heads, config.qk_nope_head_dim, config.v_head_dim)
         self._w_uk, self._w_uv = ops.pack_weight(w_uk), ops.pack_weight(w_uv)
         self._biases = {
-            _module(name): values.astype(np.float32) for name, values in weights.items() if name.endswith(".bias")
+            _module(name): np.asarray(values, np.float32) for name, values in weights.items() if name.endswith(".bias")
         }
-        self._kv_norm = weights["kv_a_layernorm.weight"].astype(np.float32)
+        self._kv_norm = np.array(weights["kv_a_layernorm.weight"], np.float32)
         self._kv_norm *= np.float32(config.kv_latent_scale)
         if config.q_lora_rank is not None:
-            self._q_norm = weights["q_a_layernorm.weight"].astype(np.float32)
+            self._q_norm = np.array(weights["q_a_layernorm.weight"], np.float32)
         self._inv_freq = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
         self._rotation_scaling = rotation_scaling(config.rope_scaling)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, layer: int = 0) -> MLALayer:
+    def from_pretrained(cls, folder: str | Path, layer: int = 0, *, requantize_kv_b_proj: bool = False) -> MLALayer:
         """Build a layer from a Hugging Face checkpoint folder, reading only its own tensors.
 
         Parameters
@@ -102,6 +119,8 @@ class MLALayer:
             Holds `config.json` and `model.safetensors`, or shards with their index.
         layer : int
             Which attention of the model, from 0.
+        requantize_kv_b_proj : bool
+            As for the constructor.
 
         Returns
         -------
@@ -112,12 +131,13 @@ class MLALayer:
         FileNotFoundError
             The folder or a file is missing.
         ValueError
-            The model family is not supported, or (as CheckpointError) a file is broken, or a tensor is
-            missing or has another shape; the message names file and tensor.
+            The model family or the layer is not supported, or (as CheckpointError) a file is broken, or a
+            tensor is missing, has another shape, or has no place in the layer; the message names it.
         """
         checkpoint = Checkpoint(folder)
         config = MLAConfig.from_dict(checkpoint.config)
-        return cls(config, read_attention(checkpoint, config, layer))
+        weights = read_attention(checkpoint, config, layer)
+        return cls(config, weights, requantize_kv_b_proj=requantize_kv_b_proj)
 
     def __call__(
         self,
@@ -153,7 +173,7 @@ class MLALayer:
         Raises
         ------
         TypeError, ValueError
-            An argument other than the above; the message names it.
+            An argument other than the above, or a batch that is stale; the message names it.
         """
         self._check_call(hidden_states, cache, batch, cache_layer, path)
         num_tokens = len(hidden_states)
@@ -168,8 +188,11 @@ class MLALayer:
             q_nope, q_pe = self._project_queries(hidden_states, batch.positions, cos, sin)
             kv_c, k_pe = self._project_latents(hidden_states, cos, sin)
             kv_cache = cache.data[cache_layer]
-            ops.write_cache(_cast(kv_c, cache.dtype), _cast(k_pe, cache.dtype), kv_cache, batch.slot_mapping)
-            values = self._attend(q_nope, q_pe, kv_cache, batch)
+            # What is quantised is quantised once, from float32.
+            row_dtype = cache.dtype if cache.dtype in FLOAT_DTYPES else FLOAT32
+            kv_c, k_pe = _cast(kv_c, row_dtype), _cast(k_pe, row_dtype)
+            ops.write_cache(kv_c, k_pe, kv_cache, batch.slot_mapping, cache_scale=cache.cache_scale)
+            values = self._attend(q_nope, q_pe, kv_cache, batch, cache.cache_scale)
             return self._project("o_proj", values, out)
 
     def _project_queries(
@@ -199,21 +222,25 @@ class MLALayer:
         kv_c = _rms_norm(kv[:, : c.kv_lora_rank], self._kv_norm, c.norm_eps)
         return kv_c, rotate(kv[:, c.kv_lora_rank :], cos, sin, interleaved=c.rope_interleave)
 
-    def _attend(self, q_nope: np.ndarray, q_pe: np.ndarray, kv_cache: np.ndarray, batch: Batch) -> np.ndarray:
+    def _attend(
+        self, q_nope: np.ndarray, q_pe: np.ndarray, kv_cache: np.ndarray, batch: Batch, cache_scale: float | None
+    ) -> np.ndarray:
         """Return the heads' values side by side, (T, H * Dv)."""
         c = self.config
         num_tokens = len(q_nope)
         # Token-major arrays, written and read by the head-major products through transposed views.
         q_latent = np.empty((num_tokens, c.num_heads, c.kv_lora_rank), np.float32)
         ops.bmm(_cast(q_nope, self.dtype).swapaxes(0, 1), self._w_uk, out=q_latent.swapaxes(0, 1))
+        query_dtype = kv_cache.dtype if kv_cache.dtype in FLOAT_DTYPES else self.dtype
         attended, _ = ops.extend(
-            (_cast(q_latent, kv_cache.dtype), _cast(q_pe, kv_cache.dtype)),
+            (_cast(q_latent, query_dtype), _cast(q_pe, query_dtype)),
             kv_cache,
             batch.block_table,
             batch.seq_lens,
             batch.query_start_loc,
             scale=c.softmax_scale,
             kv_lora_rank=c.kv_lora_rank,
+            cache_scale=cache_scale,
             out=np.empty(q_latent.shape, np.float32),
         )
         values = np.empty((num_tokens, c.num_heads, c.v_head_dim), self.dtype)
@@ -226,7 +253,7 @@ class MLALayer:
         if out is not None and bias is None:
             ops.bmm(x[None], self._packed[module], out=out[None])
             return out
-        product = np.empty((len(x), self._widths[module]), np.float32)
+        product = np.empty((len(x), self._packed[module].shape[1]), np.float32)
         ops.bmm(x[None], self._packed[module], out=product[None])
         if bias is not None:
             product += bias
@@ -242,14 +269,13 @@ class MLALayer:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
         if not isinstance(cache, PagedLatentCache):
             raise TypeError(f"cache: expected a PagedLatentCache, got {type(cache).__name__}")
-        if not isinstance(batch, Batch):
-            raise TypeError(f"batch: expected a Batch, got {type(batch).__name__}")
-        widths = (self.config.kv_lora_rank, self.config.cache_row_width)
-        if (cache.kv_lora_rank, cache.data.shape[-1]) != widths:
+        widths = (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        if (cache.config.kv_lora_rank, cache.config.qk_rope_head_dim) != widths:
             raise ValueError(
-                f"cache: expected rows of {widths[1]} values, {widths[0]} of them latent, "
-                f"got {cache.data.shape[-1]} and {cache.kv_lora_rank}"
+                f"cache: expected rows of a latent of {widths[0]} and a rotary part of {widths[1]} values, "
+                f"got {cache.config.kv_lora_rank} and {cache.config.qk_rope_head_dim}"
             )
+        cache.check_batch(batch)
         if check_count("cache_layer", cache_layer, 0) >= cache.num_layers:
             raise ValueError(f"cache_layer: expected at most {cache.num_layers - 1}, got {cache_layer}")
         shape = (len(batch.positions), self.config.hidden_size)
@@ -275,19 +301,50 @@ def _query_scales(positions: np.ndarray, config: MLAConfig) -> np.ndarray:
     return (1 + config.query_scale_beta * np.log1p(positions // original)).astype(np.float32)
 
 
-def _check_weights(config: MLAConfig, weights: Mapping[str, np.ndarray]) -> np.dtype:
-    """Return the projections' one dtype."""
+def _as_one_head(weight: np.ndarray | BlockScaled) -> np.ndarray | BlockScaled:
+    """Return a projection (N, K) as a weight of `bmm`, (1, N, K)."""
+    if isinstance(weight, BlockScaled):
+        return BlockScaled(weight.weight[None], weight.scale[None], weight.block_size)
+    return weight[None]
+
+
+def _with_one_scale(weight: np.ndarray | BlockScaled) -> BlockScaled:
+    if not isinstance(weight, BlockScaled):
+        raise ValueError(f"requantize_kv_b_proj: expected False where kv_b_proj is {weight.dtype}, got True")
+    requantized, scale = ops.block_quant_to_tensor_quant(*weight)
+    return BlockScaled(requantized, np.full((1, 1), scale, np.float32), requantized.shape)
+
+
+def _check_weights(config: MLAConfig, weights: Mapping[str, Any]) -> np.dtype:
+    """Return the dtype of hidden states that goes with the projections."""
     shapes = attention_shapes(config)
     known = shapes | bias_shapes(config)
     for name in shapes:
         if name not in weights:
             raise ValueError(f"weights: {name} is missing")
+    dtypes = {}
     for name, values in weights.items():
         if name not in known:
             raise ValueError(f"weights: {name} is not a weight of this layer; expected {', '.join(known)}")
-        check_array(f"weights[{name!r}]", values, known[name], FLOAT_DTYPES)
-    dtypes = {name: weights[name].dtype for name, shape in shapes.items() if len(shape) == 2}
+        if len(known[name]) == 1:
+            check_array(f"weights[{name!r}]", values, known[name], FLOAT_DTYPES)
+        elif isinstance(values, BlockScaled):
+            _check_block_scaled(f"weights[{name!r}]", values, known[name])
+        else:
+            _refuse_bare_fp8(name, values)
+            dtypes[name] = check_array(f"weights[{name!r}]", values, known[name], FLOAT_DTYPES).dtype
     if len(set(dtypes.values())) > 1:
         listing = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise TypeError(f"weights: expected projections of one dtype, got {listing}")
-    return weights["o_proj.weight"].dtype
+    return next(iter(dtypes.values()), BFLOAT16)
+
+
+def _refuse_bare_fp8(name: str, values: Any) -> None:
+    if isinstance(values, np.ndarray) and values.dtype in FLOAT8_DTYPES:
+        raise TypeError(f"weights[{name!r}]: expected fp8 with its scales, as BlockScaled, got {describe(values)}")
+
+
+def _check_block_scaled(name: str, values: BlockScaled, shape: tuple[int, ...]) -> None:
+    check_array(f"{name}.weight", values.weight, shape, FLOAT8_DTYPES)
+    num_blocks = tuple(-(-n // size) for n, size in zip(shape, check_block_size(values.block_size), strict=True))
+    check_block_scales(f"{name}.scale", values.scale, num_blocks)

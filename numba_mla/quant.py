@@ -67,6 +67,19 @@ def check_block_scales(name: str, scale, shape: tuple[int, ...]) -> np.ndarray:
     return scales
 
 
+def dequantise(scaled: BlockScaled) -> np.ndarray:
+    """Return a weight (N, K) in float32, each element times its block's scale: the numbers that `bmm` multiplies by.
+
+    >>> weight = np.ones((3, 2), FLOAT8_E4M3FN)
+    >>> dequantise(BlockScaled(weight, np.float32([[1.0], [4.0]]), (2, 2))).tolist()
+    [[1.0, 1.0], [1.0, 1.0], [4.0, 4.0]]
+    """
+    weight, scale, block_size = scaled
+    rows, columns = weight.shape
+    bn, bk = min(block_size[0], rows), min(block_size[1], columns)
+    return weight.astype(np.float32) * scale.repeat(bn, axis=0)[:rows].repeat(bk, axis=1)[:, :columns]
+
+
 def block_quant_to_tensor_quant(weight, weight_scale, block_size):
     """Requantise an fp8 weight with a scale for each block to one scale for all of it.
 
@@ -110,8 +123,7 @@ def block_quant_to_tensor_quant(weight, weight_scale, block_size):
     bn, bk = check_block_size(block_size)
     rows, columns = weight.shape
     scales = check_block_scales("weight_scale", weight_scale, (-(-rows // bn), -(-columns // bk)))
-    bn, bk = min(bn, rows), min(bk, columns)
-    x = weight.astype(np.float32) * scales.repeat(bn, axis=0)[:rows].repeat(bk, axis=1)[:, :columns]
+    x = dequantise(BlockScaled(weight, scales, (bn, bk)))
     if np.isnan(x).any():
         raise ValueError("weight: expected numbers, got NaN")
     largest = np.maximum(np.abs(x).max(initial=0), np.float32(1e-12))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import FLOAT_DTYPES, check_array, check_integers, check_scale
+from .checks import FLOAT_DTYPES, check_array, check_flag, check_integers, check_scale
 
 
 def apply_rope(
@@ -30,7 +30,7 @@ def apply_rope(
         Rotary part of queries or keys.
     positions : array_like, (T,), int32 or int64
         Absolute position of each token.
-    inv_freq : array_like, (Dr/2,), floating point
+    inv_freq : ndarray, (Dr/2,), float32 or float64
         Angle in radians that pair i turns per position.
     interleaved : bool
         True: pair i is features (2i, 2i+1). False (half-split): features (i, i + Dr/2).
@@ -66,13 +66,14 @@ def apply_rope(
     >>> apply_rope(x, [1], inv_freq=quarter_turn, interleaved=False).round(6).tolist()
     [[0.0, -2.0, 1.0, 0.0]]
     """
-    shape = ("T", "H", "Dr") if np.ndim(x) == 3 else ("T", "Dr")
+    shape = ("T", "H", "Dr") if isinstance(x, np.ndarray) and x.ndim == 3 else ("T", "Dr")
     check_array("x", x, shape, FLOAT_DTYPES)
     if x.shape[-1] % 2:
         raise ValueError(f"x: expected an even number of features, got shape {x.shape}")
     positions = check_integers("positions", positions, x.shape[:1])
     frequencies = (np.dtype(np.float32), np.dtype(np.float64))
-    inv_freq = check_array("inv_freq", np.asarray(inv_freq), (x.shape[-1] // 2,), frequencies)
+    check_array("inv_freq", inv_freq, (x.shape[-1] // 2,), frequencies)
+    interleaved = check_flag("interleaved", interleaved)
     cos, sin = rotation(positions, inv_freq, check_scale("scaling", scaling))
     return rotate(x, cos, sin, interleaved=interleaved).astype(x.dtype, copy=False)
 
@@ -96,7 +97,7 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, interleaved: bool
     return rotated
 
 
-def inverse_frequencies(dim: int, theta: float, rope_scaling: Mapping[str, Any] | None) -> np.ndarray:
+def inverse_frequencies(dim: int, theta: float | None, rope_scaling: Mapping[str, Any] | None) -> np.ndarray:
     """Return the angle per position of each pair, (dim/2,) float64.
 
     The default is ``theta ** (-2i / dim)``. Linear scaling divides it by the factor. YaRN divides only the
@@ -106,8 +107,8 @@ def inverse_frequencies(dim: int, theta: float, rope_scaling: Mapping[str, Any] 
     ----------
     dim : int
         Dr, the width of the rotary part.
-    theta : float
-        Base of the wavelengths.
+    theta : float or None
+        Base of the wavelengths; None: no pair turns.
     rope_scaling : mapping or None
         `MLAConfig.rope_scaling`.
 
@@ -126,6 +127,8 @@ def inverse_frequencies(dim: int, theta: float, rope_scaling: Mapping[str, Any] 
     >>> inverse_frequencies(4, 10000.0, {"rope_type": "linear", "factor": 4.0}).tolist()
     [0.25, 0.0025]
     """
+    if theta is None:
+        return np.zeros(dim // 2)
     inv_freq = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / max(dim, 1))
     if not rope_scaling or rope_scaling["rope_type"] == "default":
         return inv_freq

@@ -80,8 +80,21 @@ def num_threads() -> int:
     asked = _asked.get()
     if asked is not None:
         return min(asked, config.NUMBA_NUM_THREADS)
-    with _launch_lock:  # Numba starts its threads on this question.
+    with _launch_lock:
+        _start_layer()
         return numba.get_num_threads()
+
+
+@cache
+def _start_layer() -> None:
+    """Start Numba's threads from a thread that ends.
+
+    Its OpenMP layer sets the count of the thread that starts it, and torch may run on the same OpenMP library.
+    """
+    if not load_tbb():
+        starter = threading.Thread(target=numba.get_num_threads)
+        starter.start()
+        starter.join()
 
 
 @cache
@@ -129,9 +142,10 @@ def threading_layer() -> str:
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Around the launch of a parallel kernel: tbb made known before the first, one at a time on workqueue."""
-    load_tbb()
+    """Around the launch of a parallel kernel: threads started before the first, one at a time on workqueue."""
     _launching_process()
+    with _launch_lock:
+        _start_layer()
     if threading_layer() in ("tbb", "omp"):
         yield
         return

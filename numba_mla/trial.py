@@ -261,7 +261,7 @@ def run_trial(
     layer : MLALayer
         What to run.
     weights : mapping of str to ndarray
-        What the layer was built from: the reference starts from these.
+        What the layer was built from, fp8 dequantised: the reference starts from these.
     inputs : HiddenStates
         What to run it on.
     on_tokens : callable, optional

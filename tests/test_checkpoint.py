@@ -12,7 +12,6 @@ from numba_mla.checkpoint import (
     DEEPSEEK_V2_LITE,
     Checkpoint,
     CheckpointError,
-    SafetensorsFile,
     attention_shapes,
     bias_shapes,
     read_attention,
@@ -20,6 +19,7 @@ from numba_mla.checkpoint import (
     save_random_checkpoint,
 )
 from numba_mla.config import MLAConfig
+from numba_mla.safetensors_file import SafetensorsFile
 
 TINY = {
     "model_type": "deepseek_v3",

@@ -80,7 +80,15 @@ def refused(run_cli):
 def test_run_prints_a_table(run_cli, good_folder):
     exit_code, out, _ = run_cli("run", "--checkpoint", good_folder, "--layer", 1, *SMALL)
     assert exit_code == 0
-    for word in ("generic", "bfloat16", "tokens/s", "GFLOP/s", "bytes", "attention", "within tolerance"):
+    for word in (
+        numba_mla.show_config()["isa"],
+        "bfloat16",
+        "tokens/s",
+        "GFLOP/s",
+        "bytes",
+        "attention",
+        "within tolerance",
+    ):
         assert word in out
 
 
@@ -112,6 +120,28 @@ def test_run_without_a_checkpoint_makes_one_and_removes_it(run_cli, monkeypatch,
     assert exit_code == 0
     assert json.loads(out)["materialised_bytes"] == 64 * 16 * (192 + 128) * 2  # DeepSeek-V2-Lite's sizes
     assert list(tmp_path.glob("numba-mla-*")) == []
+
+
+@pytest.mark.parametrize("block_size", [[16, 16], [10, 7], None], ids=["blocks", "straddling", "one scale"])
+def test_a_checkpoint_in_fp8_runs_and_is_checked(run_cli, good_folder, tmp_path, block_size):
+    """The layer keeps the fp8 weights; the checks start from the numbers that they stand for."""
+    source = Checkpoint(good_folder)
+    tensors = {name: np.array(source.tensor(name)) for name in source.names}
+    rng = np.random.default_rng(0)
+    for name in [name for name, tensor in tensors.items() if tensor.ndim == 2]:
+        n, k = tensors[name].shape
+        blocks = (1,) if block_size is None else (-(-n // block_size[0]), -(-k // block_size[1]))
+        tensors[f"{name}_scale_inv"] = rng.uniform(0.5, 2.0, blocks).astype(np.float32)
+        tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    quantization = {"quant_method": "fp8"} | ({} if block_size is None else {"weight_block_size": block_size})
+    save_checkpoint(tmp_path, source.config | {"quantization_config": quantization}, tensors)
+    exit_code, out, _ = run_cli("run", "--checkpoint", tmp_path, "--layer", 1, *SMALL, "--json")
+    report = json.loads(out)
+    assert exit_code == 0
+    assert report["within_tolerance"] is True
+    assert report["dtype"] == "bfloat16"
+    plain = json.loads(run_cli("run", "--checkpoint", good_folder, *SMALL, "--json")[1])
+    assert report["prefill"]["flops"] == plain["prefill"]["flops"]
 
 
 def test_an_error_beyond_its_tolerance_is_exit_code_1(run_cli, monkeypatch, good_folder):

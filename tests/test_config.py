@@ -7,7 +7,8 @@ import pickle
 import pytest
 import transformers
 
-from numba_mla.config import FAMILIES, SPARSE_FAMILIES, MLAConfig, attention_prefix
+from numba_mla.config import MLAConfig
+from numba_mla.families import FAMILIES, SPARSE_FAMILIES, attention_prefix
 
 YARN = {
     "rope_type": "yarn",
@@ -204,7 +205,7 @@ def test_a_wrong_value_is_named(changes, message):
         MLAConfig.from_dict(V3 | changes)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "kimi_linear", "", None, 3, ["deepseek_v3"]])
+@pytest.mark.parametrize("model_type", ["llama", "kimi_k3", "", None, 3, ["deepseek_v3"]])
 def test_an_unknown_family_is_refused_by_name(model_type):
     with pytest.raises(ValueError, match=r"model_type: .*supported: axk1, .*deepseek_v3") as caught:
         MLAConfig.from_dict(V3 | {"model_type": model_type})
@@ -245,3 +246,80 @@ def test_configs_are_frozen_comparable_and_picklable():
 def test_the_prefix_counts_attentions():
     assert attention_prefix({"model_type": "deepseek_v2"}, 3) == "model.layers.3.self_attn."
     assert attention_prefix({"model_type": "longcat_flash"}, 3) == "model.layers.1.self_attn.1."
+    assert attention_prefix({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, 3) == (
+        "language_model.model.layers.3.self_attn."
+    )
+
+
+@pytest.mark.parametrize("text_type", [None, "deepseek_v3", "kimi_k2"])
+def test_a_nested_config_is_that_of_its_text_model(text_type):
+    nested = without(V3, "model_type") | ({"model_type": text_type} if text_type else {})
+    values = {"model_type": "kimi_k25", "hidden_size": 1, "text_config": nested}
+    assert MLAConfig.from_dict(values) == MLAConfig.from_dict(V3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "kimi_k25", "text_config": None}, "text_config: expected an object, got None"),
+        ({"model_type": "mistral3", "text_config": V3 | {"model_type": "mistral"}}, "model_type: 'mistral': not"),
+        ({"model_type": "mistral3", "text_config": without(V3, "model_type")}, "model_type: missing"),
+        ({"model_type": "kimi_k25", "text_config": without(V3, "kv_lora_rank")}, "kv_lora_rank: missing"),
+        ({"model_type": "glm5_next", "text_config": V3}, "'glm5_next': its sparse attention"),
+        ({"model_type": "kimi_k25", "text_config": V3 | {"model_type": "deepseek_v32"}}, "'deepseek_v32': its sparse"),
+    ],
+)
+def test_a_wrong_nested_config_is_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        MLAConfig.from_dict(values)
+
+
+def test_kimi_linear_does_not_rotate_whatever_its_config_says():
+    config = MLAConfig.from_dict(V3 | {"model_type": "kimi_linear", "rope_scaling": YARN})
+    assert config.rope_theta is None
+    assert config.softmax_scale == 192**-0.5
+    with pytest.raises(ValueError, match="rope_scaling: expected None"):
+        dataclasses.replace(config, rope_scaling=YARN)
+
+
+@pytest.mark.parametrize(
+    ("layers", "mla"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, [0, 2]),
+        ({"linear_attn_config": {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7]}}, [3, 7]),
+        ({"num_hidden_layers": 10}, [4, 8]),
+        ({}, []),
+    ],
+)
+def test_the_mla_layers_of_kimi_linear(layers, mla):
+    values = V3 | {"model_type": "kimi_linear"} | layers
+    for layer in range(10):
+        if layer in mla:
+            assert attention_prefix(values, layer) == f"model.layers.{layer}.self_attn."
+        else:
+            with pytest.raises(ValueError, match=f"layer: {layer} .*MLA layers: {', '.join(map(str, mla)) or 'none'}"):
+                attention_prefix(values, layer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": "full_attention"}, "layer_types: .*'full_attention'"),
+        ({"linear_attn_config": {"full_attn_layers": ["4"]}}, r"full_attn_layers: .*\['4'\]"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: .*None"),
+    ],
+)
+def test_a_wrong_list_of_layers_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        attention_prefix(V3 | {"model_type": "kimi_linear"} | changes, 3)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("kimi_linear", "mla_use_nope"), ("longcat_flash", "mla_scale_q_lora"), ("longcat_flash", "mla_scale_kv_lora")],
+)
+def test_what_a_family_takes_for_granted_is_not_denied(model_type, key):
+    values = V3 | {"model_type": model_type}
+    assert MLAConfig.from_dict(values | {key: True}) == MLAConfig.from_dict(values)
+    with pytest.raises(ValueError, match=f"{key}: .*got False"):
+        MLAConfig.from_dict(values | {key: False})

@@ -1,4 +1,4 @@
-"""MLALayer against the attention modules of transformers: same checkpoint, same hidden states."""
+"""MLALayer: dtypes, batches and caches it works on, results it keeps apart, calls it refuses."""
 
 import json
 
@@ -6,213 +6,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import transformers
+from hf_oracle import NUMPY_DTYPES, PROMPTS, SPLITS, YARN, SavedModels, hidden_states_of, largest_error, run_split
 
 from numba_mla.cache import PagedLatentCache
 from numba_mla.checkpoint import CheckpointError, attention_shapes, save_checkpoint
 from numba_mla.config import MLAConfig
 from numba_mla.layer import MLALayer
 
-TINY = {
-    "vocab_size": 16,
-    "hidden_size": 48,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
-    "first_k_dense_replace": 2,
-    "n_routed_experts": 2,
-    "max_position_embeddings": 1280,
-    "rms_norm_eps": 1e-5,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 40.0,
-    "original_max_position_embeddings": 32,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
-
 CASES = {
-    "v2": (V2, {"q_lora_rank": None}),
-    "v2-lora": (V2, {}),
-    "v2-H4": (V2, {"num_attention_heads": 4, "num_key_value_heads": 4}),
-    "v2-yarn": (V2, {"q_lora_rank": None, "rope_parameters": YARN}),
-    "v2-yarn-mscale": (V2, {"rope_parameters": YARN | {"mscale": 0.5}}),
     "v2-bias": (V2, {"attention_bias": True}),
     "v3": (V3, {}),
-    "v3-no-lora-bias": (V3, {"q_lora_rank": None, "attention_bias": True}),
-    "v3-half-split": (V3, {"rope_interleave": False}),
-    "v3-half-split-yarn": (V3, {"rope_interleave": False, "rope_parameters": YARN | {"mscale_all_dim": 0.0}}),
     "v3-yarn": (V3, {"rope_parameters": YARN | {"mscale_all_dim": 0.707}}),
-    "v3-linear": (V3, {"rope_parameters": LINEAR}),
-    "v3-H1": (V3, {"num_attention_heads": 1, "num_key_value_heads": 1}),
-    "youtu": ("YoutuForCausalLM", {}),
-    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {"mlp_layer_types": ["dense", "dense"]}),
-    "axk1": ("AXK1ForCausalLM", {}),
-    "minicpm3": ("MiniCPM3ForCausalLM", {}),
-    "minicpm3-yarn": ("MiniCPM3ForCausalLM", {"rope_parameters": YARN}),
-    "minicpm3-linear": ("MiniCPM3ForCausalLM", {"rope_parameters": LINEAR}),
-    "longcat_flash": (
-        "LongcatFlashForCausalLM",
-        {"num_layers": 1, "ffn_hidden_size": 16, "expert_ffn_hidden_size": 8, "head_dim": 8},
-    ),
-    "mistral4": (
-        "Mistral4ForCausalLM",
-        {"rope_parameters": YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
-    ),
-}
-PROMPTS = (19, 1, 8)
-SPLITS = {
-    "one-go": [PROMPTS],
-    "chunks-of-1": [[1 if step < n else 0 for n in PROMPTS] for step in range(max(PROMPTS))],
-    "chunks-of-3": [[min(3, max(0, n - 3 * step)) for n in PROMPTS] for step in range(7)],
-    "chunks-of-7": [[min(7, max(0, n - 7 * step)) for n in PROMPTS] for step in range(3)],
-    "ragged": [[5, 0, 3], [0, 1, 4], [13, 0, 0], [1, 0, 1]],
-}
-NUMPY_DTYPES = {
-    torch.float32: np.float32,
-    torch.float16: np.float16,
-    torch.bfloat16: ml_dtypes.bfloat16,
 }
 
 
 @pytest.fixture(scope="module")
 def checkpoint_folder(tmp_path_factory):
     """Return a function that saves a small random model of a case once per dtype and shard size."""
-    folders = {}
-
-    def get(case, dtype=torch.float32, max_shard_size="1GB"):
-        key = (case, dtype, max_shard_size)
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp("checkpoint")
-            model = random_model(*CASES[case]).to(dtype)
-            model.save_pretrained(folders[key], max_shard_size=max_shard_size)
-        return folders[key]
-
-    return get
-
-
-def random_model(class_name, changes):
-    model_class = getattr(transformers, class_name)
-    values = TINY | changes
-    if class_name.startswith("Longcat"):
-        values = {k: v for k, v in values.items() if k not in ("num_hidden_layers", "intermediate_size")}
-    config = model_class.config_class(**values)
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.normal_(1.0, 0.2)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-    return model
-
-
-class Oracle:
-    """The attention module that transformers builds for a folder, run on whole prompts."""
-
-    def __init__(self, folder, dtype):
-        architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-        self.model = getattr(transformers, architecture).from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager"
-        )
-        is_longcat = architecture.startswith("Longcat")
-        layers = self.model.model.layers
-        self.attention = layers[0].self_attn[1] if is_longcat else layers[1].self_attn
-        self.dtype = dtype
-
-    @torch.no_grad()
-    def __call__(self, hidden_states):
-        """Run (T, hidden_size) float32 through the module in its dtype and return float32."""
-        x = torch.from_numpy(hidden_states)[None].to(self.dtype)
-        positions = torch.arange(x.shape[1])[None]
-        mask = torch.full((x.shape[1], x.shape[1]), torch.finfo(self.dtype).min, dtype=self.dtype)
-        output, _ = self.attention(
-            hidden_states=x,
-            position_embeddings=self.model.model.rotary_emb(x, positions),
-            attention_mask=mask.triu(1)[None, None],
-            position_ids=positions,
-        )
-        return output[0].float().numpy()
-
-
-def hidden_states_of(prompts, dtype=np.float32):
-    """Return standard normal hidden states per prompt, float32 values that `dtype` holds exactly."""
-    generator = np.random.default_rng(1)
-    return [generator.standard_normal((n, TINY["hidden_size"])).astype(dtype).astype(np.float32) for n in prompts]
-
-
-def run_split(layer, prompts, split, **cache_options):
-    """Feed the prompts to the layer in the steps of a split; return each prompt's outputs."""
-    cache = PagedLatentCache(layer.config, 20, 4, **({"dtype": layer.dtype} | cache_options))
-    outputs = [[] for _ in prompts]
-    for request_id in range(len(prompts)):
-        cache.add(request_id)
-    for counts in split:
-        done = [cache.seq_len(i) for i in range(len(prompts))]
-        chunks = [x[n : n + count] for x, n, count in zip(prompts, done, counts, strict=True)]
-        batch = cache.append(dict(enumerate(counts)))
-        step = layer(np.concatenate(chunks).astype(layer.dtype), cache, batch)
-        for output, part in zip(outputs, np.split(step, batch.query_start_loc[1:-1]), strict=True):
-            output.append(part)
-    return [np.concatenate(parts) for parts in outputs]
-
-
-def largest_error(ours, exact):
-    return max(abs(a.astype(np.float64) - b).max() for a, b in zip(ours, exact, strict=True))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_float32_is_that_of_transformers(case, checkpoint_folder):
-    folder = checkpoint_folder(case)
-    prompts = hidden_states_of(PROMPTS)
-    oracle = Oracle(folder, torch.float32)
-    expected = [oracle(x) for x in prompts]
-    layer = MLALayer.from_pretrained(folder, layer=1)
-    largest = max(abs(y).max() for y in expected)
-    for split in SPLITS.values():
-        assert largest_error(run_split(layer, prompts, split), expected) <= 2e-5 * largest
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, torch.bfloat16) for case in CASES] + [("v2-yarn", torch.float16), ("v3", torch.float16)],
-    ids=lambda value: str(value).removeprefix("torch."),
-)
-def test_half_precision_errs_at_most_twice_as_much_as_transformers(case, dtype, checkpoint_folder):
-    folder = checkpoint_folder(case, dtype)
-    prompts = hidden_states_of(PROMPTS, NUMPY_DTYPES[dtype])
-    in_float32, in_half = Oracle(folder, torch.float32), Oracle(folder, dtype)
-    expected = [in_float32(x) for x in prompts]
-    allowed = 2 * largest_error([in_half(x) for x in prompts], expected)
-    layer = MLALayer.from_pretrained(folder, layer=1)
-    assert layer.dtype == NUMPY_DTYPES[dtype]
-    for split in SPLITS.values():
-        ours = run_split(layer, prompts, split)
-        assert ours[0].dtype == layer.dtype
-        assert largest_error(ours, expected) <= allowed
-
-
-@pytest.mark.parametrize("case", ["v2-lora", "v3", "glm4_moe_lite", "minicpm3"])
-def test_norms_of_small_latents_show_their_eps(case, checkpoint_folder):
-    """Latents of variance 1e-5: an eps of rms_norm_eps (1e-5) would halve what 1e-6 leaves nearly alone."""
-    folder = checkpoint_folder(case)
-    (x,) = hidden_states_of([9])
-    expected = Oracle(folder, torch.float32)(x * 0.003)
-    layer = MLALayer.from_pretrained(folder, layer=1)
-    (ours,) = run_split(layer, [x * np.float32(0.003)], [[9]])
-    assert abs(ours - expected).max() <= 2e-5 * abs(expected).max()
+    return SavedModels(CASES, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -225,6 +37,31 @@ def test_how_tokens_are_split_and_batched_changes_no_bit(dtype, checkpoint_folde
         for other in (alone, run_split(layer, prompts, split)):
             for a, b in zip(together, other, strict=True):
                 assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 61])
+def test_pages_and_the_order_of_a_batch_change_no_bit(block_size, checkpoint_folder):
+    layer = MLALayer.from_pretrained(checkpoint_folder("v3-yarn"), layer=1)
+    prompts = hidden_states_of(PROMPTS)
+    expected = run_split(layer, prompts, [PROMPTS])
+    cache = PagedLatentCache(layer.config, 80, block_size, dtype=np.float32)
+    # Single pages of requests that come and go leave the free ones in no order.
+    for request in range(40):
+        cache.add(-request - 1)
+        cache.append({-request - 1: block_size})
+    for request in np.random.default_rng(0).permutation(40).tolist():
+        cache.free(-request - 1)
+    for request in range(3):
+        cache.add(request)
+    done = [0, 0, 0]
+    for counts in ({2: 5, 0: 9}, {1: 1, 0: 1, 2: 3}, {0: 9}):  # extends, decodes and both at once
+        rows = [prompts[request][done[request] :][:count] for request, count in counts.items()]
+        batch = cache.append(counts)
+        outputs = np.split(layer(np.concatenate(rows), cache, batch), batch.query_start_loc[1:-1])
+        for (request, count), output in zip(counts.items(), outputs, strict=True):
+            assert output.tobytes() == expected[request][done[request] :][:count].tobytes()
+            done[request] += count
+    assert done == list(PROMPTS)
 
 
 def test_shards_and_one_file_are_the_same_layer(checkpoint_folder):
@@ -308,7 +145,8 @@ def ones_weights(**changes):
         ("wrong shape", CheckpointError, r"o_proj\.weight: expected shape \(48, 60\), got \(48, 61\)"),
         ("truncated file", CheckpointError, r"model\.safetensors: tensor .* truncated"),
         ("unknown model_type", ValueError, "model_type: 'gpt_oss': not supported; supported: .*deepseek_v3"),
-        ("float8 weights", CheckpointError, r"o_proj\.weight: expected float32.*float8_e4m3fn"),
+        ("integer weights", CheckpointError, r"o_proj\.weight: expected float32.*float8_e4m3fn.*got int8"),
+        ("no scales", CheckpointError, r"tensor .*o_proj\.weight_scale_inv is missing"),
         ("mixed dtypes", TypeError, r"projections of one dtype.*o_proj\.weight float16"),
     ],
 )
@@ -324,7 +162,9 @@ def test_a_damaged_checkpoint_is_one_clear_error(damage, error, message, checkpo
         tensors[name] = np.ones((48, 61), np.float32)
     elif damage == "unknown model_type":
         values["model_type"] = "gpt_oss"
-    elif damage == "float8 weights":
+    elif damage == "integer weights":
+        tensors[name] = tensors[name].astype(np.int8)
+    elif damage == "no scales":
         tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
     elif damage == "mixed dtypes":
         tensors[name] = tensors[name].astype(np.float16)
@@ -420,7 +260,7 @@ def test_a_cache_of_another_model_is_refused(ones_layer):
         qk_rope_head_dim=4,
         v_head_dim=4,
     )
-    with pytest.raises(ValueError, match="cache: expected rows of 10 values, 8 of them latent, got 10 and 6"):
+    with pytest.raises(ValueError, match=r"cache: expected rows of a latent of 8 .* got 6 and 4"):
         ones_layer(call["hidden_states"], PagedLatentCache(other, 2, 4, dtype=np.float32), call["batch"])
 
 
@@ -477,3 +317,99 @@ def test_a_batch_without_tokens(ones_layer):
     assert ones_layer(np.ones((0, 16), np.float32), cache, cache.append({})).shape == (0, 16)
     cache.add("a")
     assert ones_layer(np.ones((0, 16), np.float32), cache, cache.append({"a": 0})).shape == (0, 16)
+
+
+# Shared, cut back and copied pages, with several layers
+
+
+def make_model(checkpoint_folder):
+    layers = [MLALayer.from_pretrained(checkpoint_folder("v3"), layer=i) for i in range(2)]
+    return layers, PagedLatentCache(layers[0].config, 16, 4, num_layers=2, dtype=np.float32)
+
+
+def run_layers(layers, cache, batch, x):
+    """Run both layers on the same hidden states and return their outputs side by side."""
+    return np.stack([layer(x, cache, batch, cache_layer=i) for i, layer in enumerate(layers)])
+
+
+def run_alone(checkpoint_folder, x):
+    """What both layers give for a prompt that shares nothing with any other."""
+    layers, cache = make_model(checkpoint_folder)
+    cache.add("alone")
+    return run_layers(layers, cache, cache.append({"alone": len(x)}), x)
+
+
+def test_a_prefix_is_shared_only_after_it_is_written(checkpoint_folder):
+    layers, cache = make_model(checkpoint_folder)
+    (x,) = hidden_states_of([11])
+    expected = run_alone(checkpoint_folder, x)
+    prompt = list(range(11))
+    assert cache.add("a", prompt) == cache.add("b", prompt) == 0  # b comes before a is written
+    batch = cache.append({"a": 11, "b": 11})
+    outputs = run_layers(layers, cache, batch, np.concatenate([x, x]))
+    assert outputs[:, :11].tobytes() == outputs[:, 11:].tobytes() == expected.tobytes()
+    assert cache.add("c", prompt) == 0
+    cache.commit(batch)
+    assert cache.add("d", prompt) == 8
+    rest = run_layers(layers, cache, cache.append({"d": 3}), x[8:])
+    assert rest.tobytes() == expected[:, 8:].tobytes()
+
+
+def test_rejected_speculative_tokens_leave_no_trace(checkpoint_folder):
+    layers, cache = make_model(checkpoint_folder)
+    (x,) = hidden_states_of([13])
+    wrong = -x
+    cache.add("a")
+    run_layers(layers, cache, cache.append({"a": 7}), x[:7])
+    for accepted in (7, 9, 13):
+        batch = cache.append({"a": 4})
+        guessed = np.concatenate([x[cache.seq_len("a") - 4 : accepted], wrong[accepted : accepted + 4]])[:4]
+        run_layers(layers, cache, batch, guessed)
+        cache.commit(batch)
+        cache.truncate("a", min(accepted, 9))
+    last = run_layers(layers, cache, cache.append({"a": 4}), x[9:])
+    assert last.tobytes() == run_alone(checkpoint_folder, x)[:, 9:].tobytes()
+
+
+def test_forks_part_without_touching_each_other_in_any_layer(checkpoint_folder):
+    layers, cache = make_model(checkpoint_folder)
+    (x,) = hidden_states_of([9])
+    other = np.concatenate([x[:6], -x[6:]])
+    cache.add("a")
+    run_layers(layers, cache, cache.append({"a": 6}), x[:6])
+    cache.fork("a", "b")
+    outputs = run_layers(layers, cache, cache.append({"b": 3, "a": 3}), np.concatenate([other[6:], x[6:]]))
+    assert outputs[:, 3:].tobytes() == run_alone(checkpoint_folder, x)[:, 6:].tobytes()
+    assert outputs[:, :3].tobytes() == run_alone(checkpoint_folder, other)[:, 6:].tobytes()
+
+
+def test_a_saved_cache_goes_on_in_all_layers(checkpoint_folder, tmp_path):
+    layers, cache = make_model(checkpoint_folder)
+    (x,) = hidden_states_of([9])
+    cache.add("a")
+    run_layers(layers, cache, cache.append({"a": 6}), x[:6])
+    cache.save(tmp_path / "saved")
+    loaded = PagedLatentCache.load(tmp_path / "saved", storage=tmp_path / "rows")
+    outputs = run_layers(layers, loaded, loaded.append({"a": 3}), x[6:])
+    assert outputs.tobytes() == run_alone(checkpoint_folder, x)[:, 6:].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda cache: cache.free("a"), "batch: request 'a' has been freed"),
+        (lambda cache: cache.truncate("a", 2), "batch: request 'a' has been freed, truncated"),
+        (lambda cache: (cache.fork("a", "b"), cache.append({"a": 1})), "batch: request 'a' has moved to a copy"),
+    ],
+    ids=["freed", "truncated", "copied"],
+)
+def test_a_stale_batch_is_refused_before_anything_is_written(change, message, ones_layer):
+    call = make_call(ones_layer)
+    change(call["cache"])
+    before = call["cache"].data.tobytes()
+    with pytest.raises(ValueError, match=message):
+        ones_layer(**call)
+    assert call["cache"].data.tobytes() == before
+    other = make_call(ones_layer)
+    with pytest.raises(ValueError, match="another cache's"):
+        ones_layer(**(other | {"cache": make_call(ones_layer)["cache"]}))

@@ -24,7 +24,7 @@ LAYERS = (
     ("ops", "machine"),
     ("families", "rope"),
     ("config",),
-    ("pages", "safetensors_file"),
+    ("batch", "pages", "safetensors_file"),
     ("storage",),
     ("cache", "checkpoint"),
     ("layer",),

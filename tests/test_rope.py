@@ -103,6 +103,13 @@ def test_input_is_left_alone_and_position_zero_changes_nothing():
     assert not np.shares_memory(rotated, x)
 
 
+def test_without_a_base_nothing_turns():
+    x, positions, _ = rope_inputs(5, 8, 2)
+    inv_freq = inverse_frequencies(8, None, None)
+    assert inv_freq.tolist() == [0, 0, 0, 0]
+    assert apply_rope(x, positions, inv_freq=inv_freq, interleaved=True).tobytes() == x.tobytes()
+
+
 def test_strided_views_and_empty_inputs():
     x, positions, inv_freq = rope_inputs(5, 8, 3)
     wide = np.zeros((5, 3, 20), np.float32)
