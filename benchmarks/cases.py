@@ -9,8 +9,11 @@ import ml_dtypes
 import numpy as np
 
 import numba_mla
+from numba_mla.memory import aligned_zeros
+from numba_mla.runtime import select_isa
 from numba_mla.testing.inputs import decode_problem, latent_problem
 from numba_mla.testing.tolerance import bmm_bounds, decode_bounds, excess, extend_bounds
+from numba_mla.threads import num_threads
 
 BLOCK_SIZE = 64
 
@@ -23,6 +26,8 @@ class Case:
     ----------
     name : str
         The shape, readable.
+    isa : str
+        The instruction set that computes it, whose peak it is measured by.
     call : callable
         Runs the operation once, into memory that is reused.
     error : callable
@@ -34,6 +39,7 @@ class Case:
     """
 
     name: str
+    isa: str
     call: Callable[[], object]
     error: Callable[[], float]
     flops: int
@@ -59,13 +65,16 @@ def decode_cases(isa: str | None, dtypes: list[np.dtype]) -> Iterator[Case]:
     """Decode with shuffled pages of 64; the peer is torch in float32 on rows that were gathered beforehand."""
     for batch, heads, seq_len in DECODE_SHAPES:
         for dtype in dtypes:
-            problem = decode_problem(np.random.default_rng(0), heads, [seq_len] * batch, BLOCK_SIZE, dtype=dtype)
+            problem = _aligned(
+                decode_problem(np.random.default_rng(0), heads, [seq_len] * batch, BLOCK_SIZE, dtype=dtype)
+            )
             out = np.empty((batch, heads, 512), dtype)
             lse = np.empty((batch, heads), np.float32)
             yield Case(
                 name=f"B={batch} H={heads} S={seq_len} {np.dtype(dtype).name}",
+                isa=select_isa(isa, np.dtype(dtype).name).name,
                 call=lambda p=problem, out=out, lse=lse: numba_mla.decode(**p, out=out, lse=lse, isa=isa),
-                error=lambda p=problem: decode_bounds(**p, p_rounding=_p_rounding(isa)).excess(
+                error=lambda p=problem: decode_bounds(**p, p_rounding=_p_rounding(isa, p["q"].dtype)).excess(
                     *numba_mla.decode(**p, isa=isa)
                 ),
                 flops=2 * batch * heads * seq_len * (576 + 512),
@@ -78,14 +87,17 @@ def extend_cases(isa: str | None, dtypes: list[np.dtype]) -> Iterator[Case]:
     """Extend one request by some tokens after a prefix, causal; masked work is not counted."""
     for heads, new, prefix in EXTEND_SHAPES:
         for dtype in dtypes:
-            problem = latent_problem(np.random.default_rng(0), heads, [prefix + new], [new], BLOCK_SIZE, dtype=dtype)
+            problem = _aligned(
+                latent_problem(np.random.default_rng(0), heads, [prefix + new], [new], BLOCK_SIZE, dtype=dtype)
+            )
             out = np.empty((new, heads, 512), dtype)
             lse = np.empty((new, heads), np.float32)
             seen = new * prefix + new * (new + 1) // 2
             yield Case(
                 name=f"H={heads} new={new} prefix={prefix} {np.dtype(dtype).name}",
+                isa=select_isa(isa, np.dtype(dtype).name).name,
                 call=lambda p=problem, out=out, lse=lse: numba_mla.extend(**p, out=out, lse=lse, isa=isa),
-                error=lambda p=problem: extend_bounds(**p, p_rounding=_p_rounding(isa)).excess(
+                error=lambda p=problem: extend_bounds(**p, p_rounding=_p_rounding(isa, p["q"].dtype)).excess(
                     *numba_mla.extend(**p, isa=isa)
                 ),
                 flops=2 * heads * seen * (576 + 512),
@@ -104,6 +116,7 @@ def bmm_cases(isa: str | None, dtypes: list[np.dtype]) -> Iterator[Case]:
             out = np.empty((heads, m, n), dtype)
             yield Case(
                 name=f"H={heads} M={m} N={n} K={k} {np.dtype(dtype).name}",
+                isa=select_isa(isa, np.dtype(dtype).name).name,
                 call=lambda a=a, packed=packed, out=out: numba_mla.bmm(a, packed, out=out),
                 error=lambda a=a, w=w, packed=packed: excess(numba_mla.bmm(a, packed), *bmm_bounds(a, w)),
                 flops=2 * heads * m * n * k,
@@ -115,10 +128,15 @@ CASES = {"decode": decode_cases, "extend": extend_cases, "bmm": bmm_cases}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
-def _p_rounding(isa: str | None) -> float:
-    from numba_mla.runtime import select_isa
+def _aligned(problem: dict) -> dict:
+    """The problem with its cache where PagedLatentCache would have it: on a cache line's boundary."""
+    cache = aligned_zeros(problem["kv_cache"].shape, problem["kv_cache"].dtype)
+    cache[:] = problem["kv_cache"]
+    return problem | {"kv_cache": cache}
 
-    return select_isa(isa).p_rounding
+
+def _p_rounding(isa: str | None, dtype: np.dtype) -> float:
+    return select_isa(isa, np.dtype(dtype).name).p_rounding
 
 
 def _torch_decode(problem: dict) -> Callable[[], object] | None:
@@ -127,7 +145,6 @@ def _torch_decode(problem: dict) -> Callable[[], object] | None:
         import torch
     except ImportError:
         return None
-    from numba_mla.threads import num_threads
 
     torch.set_num_threads(num_threads())
     kv_c, k_pe, starts = numba_mla.gather_cache(

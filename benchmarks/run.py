@@ -60,6 +60,7 @@ def run_case(case: Case, yardstick: Yardstick, rounds: int) -> dict:
     median = min(medians)
     return {
         "case": case.name,
+        "isa": case.isa,
         "error": error,
         "median_us": median * 1e6,
         "medians_us": [m * 1e6 for m in medians],
@@ -67,6 +68,7 @@ def run_case(case: Case, yardstick: Yardstick, rounds: int) -> dict:
         "gflops": case.flops / median * 1e-9,
         "fraction": case.flops / median * 1e-9 / yardstick.gflops,
         "gbps": case.num_bytes / median * 1e-9,
+        "bandwidth_fraction": case.num_bytes / median * 1e-9 / yardstick.read_gbps,
         "peer_gflops": case.flops / min(peers) * 1e-9 if peers else None,
     }
 
@@ -79,10 +81,20 @@ def print_row(row: dict) -> None:
     peer = "" if row["peer_gflops"] is None else f"  torch f32 {row['peer_gflops']:6.1f}"
     rounds = " ".join(f"{m:.0f}" for m in row["medians_us"])
     print(
-        f"{row['case']:38} {row['median_us']:9.1f} us  best {row['best_us']:9.1f}  {row['gflops']:6.1f} GF/s  "
-        f"{row['fraction']:5.3f} of peak  {row['gbps']:5.1f} GB/s  error {row['error']:.2f} x tol{peer}  [{rounds}]",
+        f"{row['case']:38} {row['isa']:10} {row['median_us']:9.1f} us  best {row['best_us']:9.1f}  "
+        f"{row['gflops']:6.1f} GF/s  {row['fraction']:5.3f} of peak  {row['gbps']:5.1f} GB/s "
+        f"({row['bandwidth_fraction']:4.2f})  error {row['error']:.2f} x tol{peer}  [{rounds}]",
         flush=True,
     )
+
+
+def warm_up(yardstick: Yardstick) -> Yardstick:
+    """A first measure of the machine's limits."""
+    for _ in range(10):
+        yardstick.take_peak()
+    for _ in range(3):
+        yardstick.take_bandwidth()
+    return yardstick
 
 
 def main() -> int:
@@ -99,27 +111,29 @@ def main() -> int:
     threads = options.threads or numba_mla.show_config()["threads"]
     dtypes = [DTYPES[name] for name in options.dtype or ["float32", "bfloat16"]]
     with numba_mla.threads(threads):
-        yardstick = Yardstick(options.isa)
-        for _ in range(10):
-            yardstick.take_peak()
-        for _ in range(3):
-            yardstick.take_bandwidth()
-        machine = numba_mla.show_config() | {"isa": yardstick.isa, "vector_bits": yardstick.vector_bits}
-        if not options.json:
-            print(f"{machine['cpu']}, {yardstick.isa} at {yardstick.vector_bits} bits, {threads} threads "
-                  f"({machine['threading_layer']}), read bandwidth {yardstick.read_gbps:.1f} GB/s")  # fmt: skip
+        yardsticks: dict[str, Yardstick] = {}
+        machine = numba_mla.show_config()
         rows = []
         for case in CASES[options.op](options.isa, dtypes):
             if options.only not in case.name:
                 continue
-            rows.append(run_case(case, yardstick, options.rounds))
+            if case.isa not in yardsticks:
+                yardsticks[case.isa] = warm_up(Yardstick(case.isa))
+            rows.append(run_case(case, yardsticks[case.isa], options.rounds))
             if not options.json:
                 print_row(rows[-1])
-    machine |= {"peak_gflops": yardstick.gflops, "read_gbps": yardstick.read_gbps}
+        machine["threading_layer"] = numba_mla.show_config()["threading_layer"]
+    peaks = [
+        {"isa": y.isa, "vector_bits": y.vector_bits, "peak_gflops": y.gflops, "read_gbps": y.read_gbps}
+        for y in yardsticks.values()
+    ]
     if options.json:
-        print(json.dumps({"machine": machine, "op": options.op, "cases": rows}, indent=1))
+        print(json.dumps({"machine": machine, "peaks": peaks, "op": options.op, "cases": rows}, indent=1))
     else:
-        print(f"peak of the dot instruction: {yardstick.gflops:.1f} GF/s")
+        print(f"{machine['cpu']}, {threads} threads ({machine['threading_layer']})")
+        for y in yardsticks.values():
+            print(f"peak of {y.isa}'s dot instruction at {y.vector_bits} bits: {y.gflops:.1f} GF/s, "
+                  f"read bandwidth {y.read_gbps:.1f} GB/s")  # fmt: skip
     return int(any(row.get("wrong") for row in rows))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .checks import BFLOAT16, FLOAT_DTYPES, check_array, check_scale, names
+from .memory import aligned_zeros
 from .quant import DS_BYTES, DS_LATENT, DS_ROTARY, FLOAT8_DTYPES
 from .safetensors_file import CheckpointError, SafetensorsFile, save_whole
 
@@ -67,7 +68,7 @@ def open_rows(storage: Rows, shape: tuple[int, ...], dtype: np.dtype) -> np.ndar
     if size_bytes > np.iinfo(np.intp).max:
         raise ValueError(f"num_layers, num_blocks, block_size: expected rows that memory can hold, got {shape[:3]}")
     if storage is None:
-        return np.zeros(shape, dtype)
+        return aligned_zeros(shape, dtype)
     if isinstance(storage, (str, Path)):
         path = Path(storage)
         if path.exists() and path.stat().st_size != size_bytes:

@@ -62,6 +62,28 @@ def test_threads_pages_and_batch(isa, rng, num_heads, dtype):
         assert same_bits(numba_mla.extend(**alone), [x[tokens] for x in expected])
 
 
+@pytest.mark.parametrize("num_new", [1, 8])
+def test_items_of_one_split_and_of_several_merge_alike(vector_isa, rng, num_new):
+    """Five splits: in one thread a single item merges them all, in more each item one or two."""
+    problem = latent_problem(rng, 128, [4500], [num_new], 16, 64, 16)
+    with numba_mla.threads(1):
+        expected = numba_mla.extend(**problem)
+    assert same_bits(numba_mla.extend(**problem), expected)
+
+
+def test_the_width_of_the_block_table_changes_no_bit(isa, rng):
+    """Table widths 1, 2, 3 and 5, in both index types, as slices of a wider table too."""
+    problem = latent_problem(rng, 3, [15, 9], [2, 1], 16, 64, 16)
+    expected = numba_mla.extend(**problem)
+    table = problem["block_table"][:, :1]
+    for width in (1, 2, 3, 5):
+        for dtype in (np.int32, np.int64):
+            wide = np.full((2, 9), 2147480000, dtype)
+            wide[:, :1] = table
+            for view in (wide[:, :width], wide[:, :width].copy()):
+                assert same_bits(numba_mla.extend(**(problem | {"block_table": view})), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_heads", HEADS)
 @pytest.mark.parametrize("prefix", [0, 1, 5, 1020])

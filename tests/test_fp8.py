@@ -63,6 +63,7 @@ def test_stored_bytes_are_the_references(rng, layout, source, scale):
 
 
 def test_saturation_and_a_scale_by_hand():
+    """[1000, 465, -1000] -> [448, 448, -448]; NaN stays NaN; scale 0.5, x = 3: the byte decodes to 6.0."""
     cache = np.zeros((1, 1, 4), FP8[0])
     numba_mla.write_cache(np.float32([[1000, 465, -1000]]), np.float32([[np.nan]]), cache, [0])
     assert cache[0, 0, :3].astype(np.float32).tolist() == [448, 448, -448]

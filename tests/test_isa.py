@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import numba_mla
-from numba_mla.isa import available_isas, select
+from numba_mla.isa import available_isas, host, permission, select
 from numba_mla.isa.host import Host
 
 
@@ -52,6 +53,66 @@ def test_choice_on_fake_hosts(features, bfloat16, float32):
     assert select(machine, "float16").name == float32
     assert select(machine).name == bfloat16
     assert select(machine, "bfloat16", "generic").name == "generic"
+
+
+AMX = ",+amx-tile,+amx-bf16"
+
+
+@pytest.mark.parametrize(
+    ("features", "tiles", "bfloat16", "float32"),
+    [
+        (V4 + ",+avx512bf16" + AMX, True, "amx_bf16", "avx512f"),
+        (V4 + ",+avx512bf16" + AMX, False, "avx512bf16", "avx512f"),
+        (V4 + AMX, False, "avx512f", "avx512f"),
+        (V3 + AMX, True, "amx_bf16", "avx2"),
+        (V3 + AMX, False, "avx2", "avx2"),
+        (AMX[1:], True, "generic", "generic"),  # XCR0 bits off
+    ],
+)
+def test_choice_on_fake_hosts_with_tiles(features, tiles, bfloat16, float32):
+    """Tiles count where they were granted, not where the processor lists them; without them nothing else is lost."""
+    machine = Host("x86_64-unknown-linux-gnu", "any", features, tiles)
+    assert select(machine, "bfloat16").name == bfloat16
+    assert select(machine, "float32").name == float32
+    assert ("amx_bf16" in available_isas(machine)) == (bfloat16 == "amx_bf16")
+
+
+@pytest.mark.parametrize(
+    ("platform", "max_palette", "granted", "expected"),
+    [
+        ("linux", 1, True, True),
+        ("linux", 0, True, False),  # a virtual machine that lists AMX and has no palette
+        ("linux", 1, False, False),  # the system refuses
+        ("darwin", 1, True, False),
+    ],
+)
+def test_tiles_need_a_palette_and_a_permission(monkeypatch, platform, max_palette, granted, expected):
+    monkeypatch.setattr(permission.sys, "platform", platform)
+    monkeypatch.setattr(permission, "_max_palette", lambda: max_palette)
+    monkeypatch.setattr(permission, "_request_permission", lambda: granted)
+    assert permission.tiles_are_granted.__wrapped__() is expected
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError, RuntimeError])
+def test_a_question_that_fails_is_a_no(monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(permission.sys, "platform", "linux")
+    monkeypatch.setattr(permission, "_max_palette", fail)
+    assert permission.tiles_are_granted.__wrapped__() is False
+
+
+def test_only_a_processor_that_lists_tiles_is_asked_for_them(monkeypatch):
+    """The AMX bit alone is not enough, and without it the question is not put."""
+    for names, granted, expected in (({"amx-tile", "amx-bf16"}, True, True), ({"amx-tile", "amx-bf16"}, False, False),
+                                     ({"amx-tile"}, None, False)):  # fmt: skip
+        features = SimpleNamespace(flatten=lambda names=names: ",".join(f"+{name}" for name in sorted(names)))
+        monkeypatch.setattr(host.llvm, "get_host_cpu_features", lambda features=features: features)
+        monkeypatch.setattr(host, "tiles_are_granted", lambda granted=granted: granted or pytest.fail("asked"))
+        if granted is False:
+            monkeypatch.setattr(host, "tiles_are_granted", lambda: False)
+        assert host.detect.__wrapped__().tiles is expected
 
 
 def test_a_forced_one_leaves_other_types_to_its_companion():

@@ -34,17 +34,19 @@ def test_bmm(isa, rng, shape, dtype):
     assert excess(out, expected, bound) <= 1
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("edge", [1, 15, 16, 17, 31, 33])
-def test_rims_leave_their_surroundings_alone(isa, rng, edge):
-    """Output views with canaries all round, at every rim size, strides of every kind."""
-    a = rng.standard_normal((2, edge, 19), dtype=np.float32)
-    w = rng.standard_normal((2, edge, 19), dtype=np.float32)
-    expected, bound = bmm_bounds(a, w)
-    frame = np.full((4, edge + 2, edge + 2), 7.5, np.float32)
-    numba_mla.bmm(a, numba_mla.pack_weight(w), out=frame[1:3, 1:-1, 1:-1])
-    assert excess(frame[1:3, 1:-1, 1:-1], expected, bound) <= 1
-    frame[1:3, 1:-1, 1:-1] = 7.5
-    assert (frame == 7.5).all()
+def test_rims_leave_their_surroundings_alone(isa, rng, edge, dtype):
+    """Output views with canaries all round; M, N and K in {1, 15, 16, 17, 31, 33}, one of them unlike the others."""
+    for m, n, k in ((edge, edge, 19), (edge, 33, edge), (17, edge, edge)):
+        a = rng.standard_normal((2, m, k)).astype(dtype)
+        w = rng.standard_normal((2, n, k)).astype(dtype)
+        expected, bound = bmm_bounds(a, w)
+        frame = np.full((4, m + 2, n + 2), 7.5, dtype)
+        numba_mla.bmm(a, numba_mla.pack_weight(w), out=frame[1:3, 1:-1, 1:-1])
+        assert excess(frame[1:3, 1:-1, 1:-1], expected, bound) <= 1
+        frame[1:3, 1:-1, 1:-1] = 7.5
+        assert (frame == 7.5).all()
 
 
 def test_layouts(isa, rng):

@@ -27,6 +27,7 @@ def test_against_the_reference(isa, rng, width, dtype_a, dtype_b):
 @pytest.mark.parametrize("empty_lse", [-np.inf, np.inf])
 @pytest.mark.parametrize("content", [0.0, np.nan])
 def test_an_empty_side_leaves_the_other_bit_exact(isa, rng, dtype, empty_lse, content):
+    """(0, -inf) and (X, 1.5), any order, chains of three: bit-exactly (X, 1.5); +inf is empty too, NaN is not seen."""
     x = rng.standard_normal((3, 2, 33)).astype(dtype)
     lse = np.full((3, 2), 1.5, np.float32)
     empty = np.full_like(x, content), np.full_like(lse, empty_lse)
@@ -41,6 +42,7 @@ def test_an_empty_side_leaves_the_other_bit_exact(isa, rng, dtype, empty_lse, co
 
 
 def test_equal_sides_have_no_epsilon(isa):
+    """merge(o, 0; o, 0) = (o, ln 2)."""
     o, zero = np.full((1, 1, 4), 0.1, np.float32), np.zeros((1, 1), np.float32)
     out, lse = numba_mla.merge_states(o, zero, o, zero)
     assert out.tobytes() == o.tobytes()
@@ -48,6 +50,7 @@ def test_equal_sides_have_no_epsilon(isa):
 
 
 def test_in_place_and_strided(isa, rng):
+    """out is an input, lse is an input, in every combination."""
     a, b = partial_states(rng, (6, 5), 16), partial_states(rng, (6, 5), 16)
     expected = numba_mla.merge_states(*a, *b)
     for out_is, lse_is in itertools.product((0, 1), repeat=2):
@@ -71,6 +74,33 @@ def test_an_output_that_overlaps_an_input_by_a_row(isa, rng):
     buffer[:6] = a[0]
     numba_mla.merge_states(buffer[:6], a[1], *b, out=buffer[1:])
     np.testing.assert_array_equal(buffer[1:], expected)
+
+
+def test_prefixes_in_chunks_merge_to_the_whole(isa, rng):
+    """Prefixes [9, 0, 4] through context chunks of 4: equal to unchunked, and each request to itself run alone."""
+    problem = latent_problem(rng, 3, [9, 0, 4], [1, 1, 1], 4, 64, 16, poison=np.nan)
+    problem |= {"causal": False, "validate": False}
+
+    def by_chunks(problem):
+        lens = np.asarray(problem["seq_lens"])
+        merged = None
+        for chunk in range(3):
+            present = np.clip(lens - 4 * chunk, 0, 4)
+            table = problem["block_table"][:, chunk : chunk + 1]
+            part = numba_mla.extend(**(problem | {"block_table": table, "seq_lens": present}))
+            merged = part if merged is None else numba_mla.merge_states(*merged, *part)
+        return merged
+
+    whole, merged = numba_mla.extend(**problem), by_chunks(problem)
+    np.testing.assert_allclose(merged[0], whole[0], rtol=0, atol=2**-20)
+    np.testing.assert_allclose(merged[1], whole[1], rtol=0, atol=2**-20)
+    assert (merged[0][1] == 0).all()
+    assert (merged[1][1] == -np.inf).all()
+    for request in range(3):
+        rows = slice(request, request + 1)
+        own = {name: problem[name][rows] for name in ("q", "block_table", "seq_lens")}
+        alone = by_chunks(problem | own | {"query_start_loc": [0, 1]})
+        assert [x.tobytes() for x in alone] == [x[rows].tobytes() for x in merged]
 
 
 def test_two_halves_of_a_prefix_merge_to_the_whole(isa, rng):

@@ -16,7 +16,7 @@ PACKAGE = Path(numba_mla.__file__).parent
 # Bottom first: a module may import from its own row and from those before it. `numba_mla` itself comes late, so
 # that no module of the package leans on its public names.
 LAYERS = (
-    ("_version", "errors", "checks", "reference"),
+    ("_version", "errors", "memory", "checks", "reference"),
     ("isa", "quant"),
     ("codegen",),
     ("kernels",),

@@ -27,12 +27,16 @@ def test_write_then_gather(rng, dtype, rank, rope):
 
 
 def test_padding_slots_write_nothing():
-    """Floor division of -1 would land on the last real slot."""
-    cache = np.zeros((2, 4, 3), np.float32)
+    """Slots [-1, 5, -1] and more keys than slots: only slot 5 changes, no slot before or after the cache.
+
+    Floor division of -1 would land on the last real slot, or on the one before the first.
+    """
+    memory = np.zeros((8, 4, 3), np.float32)
+    cache = memory[3:5]
     numba_mla.write_cache(np.ones((5, 2), np.float32), np.ones((5, 1), np.float32), cache, [-1, 5, -1])
-    assert np.flatnonzero(cache.any(axis=-1)).tolist() == [5]
+    assert np.flatnonzero(memory.any(axis=-1)).tolist() == [12 + 5]
     numba_mla.write_cache(np.ones((1, 2), np.float32), np.ones((1, 1), np.float32), cache, [-9], pad_slot_id=-9)
-    assert np.flatnonzero(cache.any(axis=-1)).tolist() == [5]
+    assert np.flatnonzero(memory.any(axis=-1)).tolist() == [12 + 5]
 
 
 def test_views_as_sources_and_bits_as_they_are(rng):

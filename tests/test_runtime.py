@@ -72,16 +72,24 @@ def test_damaged_cache_files_are_compiled_anew(warm, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_cold_processes_on_one_empty_folder(tmp_path, warm):
+def test_cold_processes_on_one_empty_folder(tmp_path, warm):
     environment = os.environ | {"NUMBA_MLA_CACHE_DIR": str(tmp_path / "shared")}
     processes = [
         subprocess.Popen([sys.executable, "-c", DECODE], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
+        for _ in range(4)
     ]
     answers = {process.communicate()[0] for process in processes}
     assert all(process.returncode == 0 for process in processes)
     assert answers == {warm[1]}
     assert not [name for name in cached_files(tmp_path / "shared") if name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_instruction_sets_of_other_sizes_share_a_folder(warm, tmp_path):
+    """Processes with other tile settings, in turn on one folder and each on its own: the same answers."""
+    own, shared = (run(DECODE, NUMBA_MLA_CACHE_DIR=str(f), NUMBA_MLA_ISA="generic") for f in (tmp_path, warm[0]))
+    assert own == shared
+    assert run(DECODE, NUMBA_MLA_CACHE_DIR=str(warm[0])) == warm[1]
 
 
 def test_folder_that_cannot_be_written(tmp_path):
@@ -168,6 +176,22 @@ def test_threads_holds_in_pool_threads_and_only_in_its_context():
     assert numba_mla.show_config()["threads"] == inside
     with numba_mla.threads(1), numba_mla.threads(10_000):
         assert numba_mla.show_config()["threads"] == inside
+
+
+def test_torch_s_thread_count_is_left_alone():
+    """Numba's OpenMP layer and torch may run on the same library, which holds one number for both."""
+    script = """
+import torch
+torch.set_num_threads(3)
+import numpy as np, numba_mla
+problem = [np.ones((2, 3, 80), np.float32), np.ones((40, 16, 80), np.float32), np.arange(40).reshape(2, 20), [300, 17]]
+for n in (1, 2):
+    with numba_mla.threads(n):
+        numba_mla.decode(*problem, scale=0.2, kv_lora_rank=64)
+        assert torch.get_num_threads() == 3
+print(torch.get_num_threads())
+"""
+    assert run(script, NUMBA_THREADING_LAYER="omp", NUMBA_NUM_THREADS="2").split() == ["3"]
 
 
 def test_two_callers_hold_their_own_thread_counts():

@@ -21,6 +21,8 @@ LINE_BYTES = 64
 # Sums that the peak loop keeps under way, and how far the bandwidth loop prefetches.
 PEAK_SUMS = 12
 READ_AHEAD_BYTES = 4096
+# How far weights are prefetched.
+STREAM_AHEAD_BYTES = 8192
 
 
 def dot_name(rows: int, vectors: int) -> str:
@@ -56,13 +58,14 @@ class _TileWriter:
         return [self._write(self.isa.multiply_add, row=row, b=x, acc=acc) for x, acc in zip(b, sums, strict=True)]
 
 
-def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
+def build_dot(isa: Isa, rows: int, vectors: int, *, streams: bool = False) -> Function:
     """``C[row, lane] (+)= sum_k A[row, k] B[k, lane]``: rows by pointer, B packed, C float32.
 
     Arguments of the function: ``a``, the addresses of the rows; ``ahead``, the addresses of rows that will be
     read soon, prefetched line by line; ``b`` with ``ldb`` bytes a step; ``k`` steps; ``c`` with ``ldc`` bytes
     a row; ``accumulate``, 0 to start from zero. One sum runs over k in order for every element of C, so that
-    neither the block's shape nor the way k is cut into calls changes a bit.
+    neither the block's shape nor the way k is cut into calls changes a bit. B, where it ``streams`` from memory
+    as weights do, is prefetched too.
     """
     f = Function(
         dot_name(rows, vectors),
@@ -83,6 +86,9 @@ def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
             f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(pointer, at)}, i32 0, i32 2, i32 1)")
         for u in range(unrolled):
             b = [f.load(kind, f.offset(packed, v * isa.vector_bytes)) for v in range(vectors)]
+            for line in range(0, vectors * isa.vector_bytes if streams and unrolled > 1 else 0, LINE_BYTES):
+                soon = f.offset(packed, STREAM_AHEAD_BYTES + line)
+                f.do(f"call void @llvm.prefetch.p0(ptr {soon}, i32 0, i32 3, i32 1)")
             for r in range(rows):
                 block_row = slice(r * vectors, (r + 1) * vectors)
                 sums[block_row] = write.multiply_add(f.offset(here[r], u * STEP_BYTES), b, sums[block_row])

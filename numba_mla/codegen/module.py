@@ -17,11 +17,6 @@ _DECLARATIONS = (
 )
 
 
-def halvings(largest: int) -> tuple[int, ...]:
-    """The powers of two up to the largest, largest first: any count is a sum of them."""
-    return tuple(largest >> n for n in range(largest.bit_length()))
-
-
 def block_shapes(isa: Isa) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Shapes that the dot block and the value block are written for.
 
@@ -30,7 +25,7 @@ def block_shapes(isa: Isa) -> tuple[list[tuple[int, int]], list[tuple[int, int]]
     """
     rows, vectors = isa.blocks.score
     dots = {(rows, v) for v in range(1, vectors + 1)}
-    dots |= {(r, isa.blocks.weight[1]) for r in halvings(isa.blocks.weight[0]) if r >= isa.granule}
+    dots |= {(r, isa.blocks.weight[1]) for r in isa.weight_rows}
     values = {(n, v) for n in isa.value_lanes for v in range(isa.k_pack, isa.blocks.value[1] + 1, isa.k_pack)}
     return sorted(dots), sorted(values)
 
@@ -44,7 +39,9 @@ def _blocks(isa: Isa) -> list[Function]:
     """The register blocks of both products, of vectors or of tiles, and what only the latter need."""
     dots, values = block_shapes(isa)
     if isa.tiles is None:
-        written = [blocks.build_dot(isa, *s) for s in dots] + [blocks.build_value(isa, *s) for s in values]
+        weights = {(rows, isa.blocks.weight[1]) for rows in isa.weight_rows}
+        written = [blocks.build_dot(isa, *s, streams=s in weights) for s in dots]
+        written += [blocks.build_value(isa, *s) for s in values]
         written += [blocks.build_peak(isa)]
     else:
         written = [tiles.build_dot(isa, *s) for s in dots] + [tiles.build_value(isa, *s) for s in values]
@@ -65,6 +62,8 @@ def build_module(isa: Isa, triple: str) -> str:
         *_blocks(isa),
         products.build_score(isa),
         products.build_weigh_values(isa),
+        products.build_multiply_rows(isa),
+        *(products.build_narrow_rows(element) for element in FLOATS),
         blocks.build_read(isa),
         softmax.build_mask(isa),
         softmax.build_softmax(isa),

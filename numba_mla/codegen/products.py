@@ -1,4 +1,4 @@
-"""The two products of a key tile: loops over register blocks, so that a kernel makes one call for each."""
+"""Products of whole tiles: loops over register blocks, so that a kernel makes one call for each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..isa import Isa
 from .blocks import dot_name, value_name
 from .text import Function
+from .vector import ElementFormat
 
 
 def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body) -> None:
@@ -81,4 +82,36 @@ def build_weigh_values(isa: Isa) -> Function:
         _loop_blocks(f, "%lanes", isa.value_lanes, lane_block)
 
     _loop_blocks(f, vectors, range(most, 0, -isa.k_pack), column_block)
+    return f
+
+
+def build_multiply_rows(isa: Isa) -> Function:
+    """``C[row, column] (+)= sum_k A[row, k] B[k, column]`` for one panel of packed weights.
+
+    Arguments of the function: ``rows``, addresses of ``num_rows`` rows; ``b`` with ``ldb`` bytes a step;
+    ``steps``; ``c`` with ``ldc`` bytes a row; ``accumulate``, 0 to start from zero.
+    """
+    f = Function("multiply_rows", [("ptr", "rows"), ("i64", "num_rows"), ("ptr", "b"), ("i64", "ldb"), ("i64", "steps"),
+                                   ("ptr", "c"), ("i64", "ldc"), ("i64", "accumulate")])  # fmt: skip
+
+    def block(row: str, size: int) -> None:
+        here = f.offset("%rows", f.value(f"shl i64 {row}, 3"))
+        c = f.offset("%c", f.value(f"mul i64 {row}, %ldc"))
+        f.do(
+            f"call void @{dot_name(size, isa.blocks.weight[1])}(ptr {here}, ptr {here}, ptr %b, i64 %ldb, i64 %steps, "
+            f"ptr {c}, i64 %ldc, i64 %accumulate)"
+        )
+
+    _loop_blocks(f, "%num_rows", isa.weight_rows, block)
+    return f
+
+
+def build_narrow_rows(element: ElementFormat) -> Function:
+    """``num_rows`` rows of float32 to rows of the element's format, each ``n`` wide."""
+    f = Function(f"narrow_rows_{element.name}", [("ptr", "target"), ("i64", "ldt"), ("ptr", "source"), ("i64", "lds"),
+                                                 ("i64", "num_rows"), ("i64", "n")])  # fmt: skip
+    with f.loop(0, "%num_rows", 1) as row:
+        target = f.offset("%target", f.value(f"mul i64 {row.index}, %ldt"))
+        source = f.offset("%source", f.value(f"mul i64 {row.index}, %lds"))
+        f.do(f"call void @narrow_{element.name}(ptr {target}, ptr {source}, i64 %n)")
     return f

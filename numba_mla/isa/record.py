@@ -144,6 +144,12 @@ class Isa:
         return (most, *(n for n in (4, 2, 1) if n < most))
 
     @property
+    def weight_rows(self) -> tuple[int, ...]:
+        """Rows of a block of packed weights: the most, and what covers any rest, largest first."""
+        most = self.blocks.weight[0]
+        return (most,) if self.tiles is not None else (most, *(n for n in (2, 1) if n < most))
+
+    @property
     def native_bytes(self) -> int:
         """Bytes of a native element."""
         return 4 // self.k_pack

@@ -124,19 +124,23 @@ def _attend_split(context, p, sources, table, group, lanes, split, state, scratc
 
 
 @kernel
-def _attend_run(context, p, sources, table, group, lanes, first_split, num_splits, scratch, exponent_scale):
-    """A run of splits, merged as the fixed tree has it; the result is in the first state of the stack.
+def _attend_run(context, p, sources, table, group, lanes, item, result, scratch, exponent_scale):
+    """A run of splits, merged as the fixed tree has it, into the state at ``result``.
 
-    The stack holds finished subtrees of falling sizes: after split i it merges as often as i + 1 is even.
+    A stack holds finished subtrees of falling sizes, the first of them at ``result``: after split i it merges as
+    often as i + 1 is even.
     """
-    depth = 0
+    depth, num_splits = 0, item[NUM_SPLITS]
+    if num_splits == 0:
+        clear(state_at(context, scratch, result), lanes.padded)
     for i in range(num_splits):
-        state = state_at(context, scratch, scratch.states + depth * scratch.state_bytes)
-        _attend_split(context, p, sources, table, group, lanes, first_split + i, state, scratch, exponent_scale)
+        top = state_at(context, scratch, result if depth == 0 else scratch.states + depth * scratch.state_bytes)
+        _attend_split(context, p, sources, table, group, lanes, item[FIRST_SPLIT] + i, top, scratch, exponent_scale)
         depth += 1
         finished = i + 1
         while depth > 1 and (finished % 2 == 0 or i + 1 == num_splits):
-            a = state_at(context, scratch, scratch.states + (depth - 2) * scratch.state_bytes)
+            below = result if depth == 2 else scratch.states + (depth - 2) * scratch.state_bytes
+            a = state_at(context, scratch, below)
             b = state_at(context, scratch, scratch.states + (depth - 1) * scratch.state_bytes)
             merge(context, a, b, lanes.num, lanes.padded, padded_columns(context, p), scratch.weights, exponent_scale)
             depth -= 1
@@ -190,13 +194,11 @@ def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots,
     lanes = _pack_lanes(context, p, group, first_token, seq_lens[request], num_new, scratch)
     head = group[FIRST_HEAD]
     sources = key_source(context, p, head, scratch), value_source(context, p, head, scratch)
-    if item[NUM_SPLITS] == 0:
-        clear(state_at(context, scratch, scratch.states), lanes.padded)
-    _attend_run(context, p, sources, table, group, lanes, item[FIRST_SPLIT], item[NUM_SPLITS], scratch,
-                exponent_scale)  # fmt: skip
     result = scratch.states
     if item[SLOT] >= 0:
-        call(context[COPY], (slots + item[SLOT] * scratch.state_bytes, scratch.states, scratch.state_bytes))
+        result = slots + item[SLOT] * scratch.state_bytes
+    _attend_run(context, p, sources, table, group, lanes, item, result, scratch, exponent_scale)
+    if item[SLOT] >= 0:
         if fetch_add(groups.ctypes.data + 8 * (item[GROUP] * GROUP_SIZE + REMAINING), -1) > 1:
             return
         _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale)

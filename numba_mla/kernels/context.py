@@ -6,9 +6,8 @@ from functools import cache
 
 import numpy as np
 
-from ..codegen.blocks import VALUE_UNROLL, dot_name
+from ..codegen.blocks import VALUE_UNROLL
 from ..codegen.link import link
-from ..codegen.module import halvings
 from ..codegen.vector import FORMATS
 from ..isa import Isa
 
@@ -16,23 +15,23 @@ from ..isa import Isa
 ELEMENT_CODES = {element.name: code for code, element in enumerate(FORMATS)}
 ELEMENT_BYTES = tuple(element.num_bytes for element in FORMATS)
 _MAX_FORMATS = 8
-_MAX_HALVINGS = 6
 
 # Sizes: of vectors and register blocks; keys or features of a dot step; value columns of a value block at least;
 # the native type, its code and bytes; lanes of an item at most; what the number of keys of a tile is padded to;
 # rows, lanes and dot steps that products take together.
-VECTOR_WIDTH, WEIGHT_ROWS, WEIGHT_VECTORS, K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES = range(7)
-LANE_GROUP, KEY_PADDING, GRANULE = range(7, 10)
+VECTOR_WIDTH, WEIGHT_VECTORS, K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES = range(6)
+LANE_GROUP, KEY_PADDING, GRANULE = range(6, 9)
 # Functions that stand alone; the last four only where products run on tiles.
-SCORE, WEIGH_VALUES, MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS, ANY_NONFINITE = range(10, 19)
+SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS = range(9, 18)
+ANY_NONFINITE = 18
 CLEAR, COPY, PEAK, READ = range(19, 23)
 LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(23, 28)
-_ALONE = {SCORE: "score", WEIGH_VALUES: "weigh_values", MASK: "mask", SOFTMAX: "softmax", WEIGH: "weigh",
-          BLEND: "blend", SCALE: "scale", SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite",
+_ALONE = {SCORE: "score", WEIGH_VALUES: "weigh_values", MULTIPLY_ROWS: "multiply_rows", MASK: "mask",
+          SOFTMAX: "softmax", WEIGH: "weigh", BLEND: "blend", SCALE: "scale", SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite",
           CLEAR: "clear", COPY: "copy", PEAK: "peak", READ: "read", LIST_ROWS: "list_rows",
           TRANSPOSE_STEPS: "transpose_steps", INTERLEAVE: "interleave", CONFIGURE_TILES: "configure_tiles",
           RELEASE_TILES: "release_tiles"}  # fmt: skip
-# Families of functions: by element code, or by log2 of the rows.
+# Families of functions, by element code.
 WIDEN = 28
 WIDEN_PAIRS = WIDEN + _MAX_FORMATS
 TO_NATIVE = WIDEN_PAIRS + _MAX_FORMATS
@@ -40,10 +39,10 @@ NARROW = TO_NATIVE + _MAX_FORMATS
 FINISH = NARROW + _MAX_FORMATS
 PACK = FINISH + _MAX_FORMATS
 QUANTISE = PACK + _MAX_FORMATS
-WEIGHT_DOT = QUANTISE + _MAX_FORMATS
-CONTEXT_SIZE = WEIGHT_DOT + _MAX_HALVINGS
+NARROW_ROWS = QUANTISE + _MAX_FORMATS
+CONTEXT_SIZE = NARROW_ROWS + _MAX_FORMATS
 _BY_ELEMENT = {WIDEN: "widen", WIDEN_PAIRS: "widen_pairs", TO_NATIVE: "native", NARROW: "narrow", FINISH: "finish",
-               PACK: "pack", QUANTISE: "quantise"}  # fmt: skip
+               PACK: "pack", QUANTISE: "quantise", NARROW_ROWS: "narrow_rows"}  # fmt: skip
 
 
 @cache
@@ -52,7 +51,7 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     addresses = link(isa, triple)
     table = np.zeros(CONTEXT_SIZE, np.int64)
     table[VECTOR_WIDTH] = isa.vector_width
-    table[WEIGHT_ROWS], table[WEIGHT_VECTORS] = isa.blocks.weight
+    table[WEIGHT_VECTORS] = isa.blocks.weight[1]
     table[K_PACK] = isa.k_pack
     table[COLUMN_STEP] = isa.column_step
     table[NATIVE] = ELEMENT_CODES[isa.native]
@@ -67,8 +66,4 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
         for name, code in ELEMENT_CODES.items():
             # Queries and results are never fp8, nothing else is quantised: 0 where there is no function.
             table[family + code] = addresses.get(f"{word}_{name}", 0)
-    for rows in halvings(isa.blocks.weight[0]):
-        if rows < isa.granule:
-            continue
-        table[WEIGHT_DOT + rows.bit_length() - 1] = addresses[dot_name(rows, isa.blocks.weight[1])]
     return table

@@ -13,26 +13,27 @@ from .context import (
     CONFIGURE_TILES,
     GRANULE,
     K_PACK,
-    NARROW,
+    MULTIPLY_ROWS,
+    NARROW_ROWS,
     NATIVE,
     RELEASE_TILES,
     SCALE,
     SCALE_COLUMNS,
     TO_NATIVE,
     VECTOR_WIDTH,
-    WEIGHT_DOT,
-    WEIGHT_ROWS,
     WEIGHT_VECTORS,
     WIDEN_PAIRS,
 )
 from .memory import call, fetch_add, store_i64
 from .rows import native_row, padded_width
 
-# Rows of a, steps of k and weight panels that one pass takes: a's rows and a panel stay in the second-level
-# cache. k is cut for the cache alone: sums go on where they stopped.
+# Rows of a and elements of k that one pass takes: a's rows and a panel stay in the second-level cache. k is cut
+# for the cache alone: sums go on where they stopped.
 ROW_BLOCK = 128
 K_BLOCK = 512
-PANELS_PER_ITEM = 2
+# Weight panels of one work item, at most, and what they amount to in elements of k.
+MAX_PANELS = 8
+STEPS_AN_ITEM = 1024
 # Bytes of weights that are prefetched before those in hand.
 BYTES_AHEAD = 2048
 LINE = 64
@@ -103,7 +104,7 @@ def lay_out(context, base):
     a_panel = base + 8 * ROW_BLOCK
     w_panel = a_panel + ROW_BLOCK * (4 * K_BLOCK + LINE)
     sums = w_panel + 4 * K_BLOCK * width + LINE
-    return Scratch(base, a_panel, w_panel, sums, sums + 4 * ROW_BLOCK * PANELS_PER_ITEM * width)
+    return Scratch(base, a_panel, w_panel, sums, sums + 4 * ROW_BLOCK * MAX_PANELS * width)
 
 
 @kernel
@@ -169,51 +170,39 @@ def _scale_panel(context, p, panel, first_k, num_k, weights):
 
 
 @kernel
-def _multiply_panel(context, p, panel, num_rows, first_k, num_k, scratch, sums, sums_stride):
-    """Add one panel's part of the product: rows by blocks of falling size, so that none is computed in vain."""
-    width = panel_width(context)
-    weights = _place_panel(context, p, panel, first_k, num_k, scratch)
-    steps = padded_width(context, num_k) // context[K_PACK]
-    row, block, log2_block = 0, context[WEIGHT_ROWS], 0
-    while (1 << (log2_block + 1)) <= block:
-        log2_block += 1
-    while row < num_rows:
-        while block > num_rows - row:
-            block >>= 1
-            log2_block -= 1
-        here = scratch.rows + 8 * row
-        call(context[WEIGHT_DOT + log2_block],
-             (here, here, weights, 4 * width, steps, sums + row * sums_stride, sums_stride, first_k))  # fmt: skip
-        row += block
+def panels_an_item(p):
+    """Panels of one work item: more where k is short, so that an item is worth its while."""
+    return max(1, min(MAX_PANELS, STEPS_AN_ITEM // p.k))
 
 
 @kernel
 def _run_item(context, p, item, scale, scratch):
     """All rows of one head for a few panels of columns."""
     width = panel_width(context)
+    together = panels_an_item(p)
     panels_a_head = -(-p.num_columns // width)
-    items_a_head = -(-panels_a_head // PANELS_PER_ITEM)
+    items_a_head = -(-panels_a_head // together)
     head = item // items_a_head
-    first_panel = (item - head * items_a_head) * PANELS_PER_ITEM
-    num_panels = min(PANELS_PER_ITEM, panels_a_head - first_panel)
+    first_panel = (item - head * items_a_head) * together
+    num_panels = min(together, panels_a_head - first_panel)
     first_column = first_panel * width
     columns = min(num_panels * width, p.num_columns - first_column)
-    stride = 4 * PANELS_PER_ITEM * width
+    stride = 4 * together * width
     for first_row in range(0, p.num_rows, ROW_BLOCK):
         num_rows = min(ROW_BLOCK, p.num_rows - first_row)
         for first_k in range(0, p.k, K_BLOCK):
             num_k = min(K_BLOCK, p.k - first_k)
             padded_rows = _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch)
+            steps = padded_width(context, num_k) // context[K_PACK]
             for i in range(num_panels):
-                panel = head * panels_a_head + first_panel + i
-                _multiply_panel(context, p, panel, padded_rows, first_k, num_k, scratch, scratch.sums + 4 * i * width,
-                                stride)  # fmt: skip
-        for i in range(num_rows):
-            sums = scratch.sums + i * stride
-            if p.scaled != 0:
-                call(context[SCALE], (sums, columns, scale))
-            target = p.out + head * p.out_head_stride + (first_row + i) * p.out_row_stride
-            call(context[NARROW + p.out_element], (target + first_column * p.out_bytes, sums, columns))
+                weights = _place_panel(context, p, head * panels_a_head + first_panel + i, first_k, num_k, scratch)
+                call(context[MULTIPLY_ROWS], (scratch.rows, padded_rows, weights, 4 * width, steps,
+                                              scratch.sums + 4 * i * width, stride, first_k))  # fmt: skip
+        if p.scaled != 0:
+            for i in range(num_rows):
+                call(context[SCALE], (scratch.sums + i * stride, columns, scale))
+        target = p.out + head * p.out_head_stride + first_row * p.out_row_stride + first_column * p.out_bytes
+        call(context[NARROW_ROWS + p.out_element], (target, p.out_row_stride, scratch.sums, stride, num_rows, columns))
 
 
 @kernel
@@ -221,7 +210,7 @@ def count_items(context, packed):
     """Work items of a call."""
     p = unpack(packed)
     panels = -(-p.num_columns // panel_width(context))
-    return p.num_heads * -(-panels // PANELS_PER_ITEM)
+    return p.num_heads * -(-panels // panels_an_item(p))
 
 
 @kernel

@@ -75,7 +75,7 @@ def lay_out(context, p, longest_run, base):
     lane_bytes = line_up(4 * group)
     rows_bytes = line_up(8 * (padded_keys + ROWS_AHEAD))
     columns = padded_columns(context, p)
-    out_stride = line_up(4 * columns)
+    out_stride = _panel_stride(4 * columns)
     width = padded_width(context, p.width)
     shared = p.values == 0
     key_stride = _panel_stride(context[NATIVE_BYTES] * (max(width, columns) if shared else width))

@@ -20,6 +20,7 @@ from ..checks import (
 from ..isa import Isa
 from ..kernels.context import ELEMENT_CODES
 from ..kernels.product import Product, count_items, product_parallel, product_serial, workspace_bytes
+from ..memory import aligned_zeros
 from ..quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size, is_fp8
 from ..runtime import context_for, select_isa, workspace
 from ..threads import launching, num_threads
@@ -136,7 +137,7 @@ def _panels_shape(shape: tuple[int, int, int], record: Isa) -> tuple[int, ...]:
 def _panels(w: np.ndarray, record: Isa) -> np.ndarray:
     """Columns of w^T, some at a time, with the elements of a dot step side by side, padded with zeros."""
     _, num_panels, _, width, pack = shape = _panels_shape(w.shape, record)
-    panels = np.zeros(shape, w.dtype)
+    panels = aligned_zeros(shape, w.dtype)
     for panel in range(num_panels):
         part = w[:, panel * width : (panel + 1) * width]
         for element in range(pack):
