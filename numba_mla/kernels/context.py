@@ -26,11 +26,27 @@ SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_CO
 ANY_NONFINITE = 18
 CLEAR, COPY, PEAK, READ = range(19, 23)
 LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(23, 28)
-_ALONE = {SCORE: "score", WEIGH_VALUES: "weigh_values", MULTIPLY_ROWS: "multiply_rows", MASK: "mask",
-          SOFTMAX: "softmax", WEIGH: "weigh", BLEND: "blend", SCALE: "scale", SCALE_COLUMNS: "scale_columns", ANY_NONFINITE: "any_nonfinite",
-          CLEAR: "clear", COPY: "copy", PEAK: "peak", READ: "read", LIST_ROWS: "list_rows",
-          TRANSPOSE_STEPS: "transpose_steps", INTERLEAVE: "interleave", CONFIGURE_TILES: "configure_tiles",
-          RELEASE_TILES: "release_tiles"}  # fmt: skip
+_ALONE = {
+    SCORE: "score",
+    WEIGH_VALUES: "weigh_values",
+    MULTIPLY_ROWS: "multiply_rows",
+    MASK: "mask",
+    SOFTMAX: "softmax",
+    WEIGH: "weigh",
+    BLEND: "blend",
+    SCALE: "scale",
+    SCALE_COLUMNS: "scale_columns",
+    ANY_NONFINITE: "any_nonfinite",
+    CLEAR: "clear",
+    COPY: "copy",
+    PEAK: "peak",
+    READ: "read",
+    LIST_ROWS: "list_rows",
+    TRANSPOSE_STEPS: "transpose_steps",
+    INTERLEAVE: "interleave",
+    CONFIGURE_TILES: "configure_tiles",
+    RELEASE_TILES: "release_tiles",
+}
 # Families of functions, by element code.
 WIDEN = 28
 WIDEN_PAIRS = WIDEN + _MAX_FORMATS
@@ -41,8 +57,16 @@ PACK = FINISH + _MAX_FORMATS
 QUANTISE = PACK + _MAX_FORMATS
 NARROW_ROWS = QUANTISE + _MAX_FORMATS
 CONTEXT_SIZE = NARROW_ROWS + _MAX_FORMATS
-_BY_ELEMENT = {WIDEN: "widen", WIDEN_PAIRS: "widen_pairs", TO_NATIVE: "native", NARROW: "narrow", FINISH: "finish",
-               PACK: "pack", QUANTISE: "quantise", NARROW_ROWS: "narrow_rows"}  # fmt: skip
+_BY_ELEMENT = {
+    WIDEN: "widen",
+    WIDEN_PAIRS: "widen_pairs",
+    TO_NATIVE: "native",
+    NARROW: "narrow",
+    FINISH: "finish",
+    PACK: "pack",
+    QUANTISE: "quantise",
+    NARROW_ROWS: "narrow_rows",
+}
 
 
 @cache
