@@ -402,7 +402,7 @@ def pack_weight(w, *, scale=None, block_size=None, isa=None):
 
     Parameters
     ----------
-    w : (H, N, K)
+    w : (H, N, K), or the triple (weight, scale, block_size)
     scale : None (1), a float, or (H, ceil(N/bn), ceil(K/bk)), one scale per block
     block_size : (bn, bk), with a scale per block
     isa : ignored
@@ -410,6 +410,8 @@ def pack_weight(w, *, scale=None, block_size=None, isa=None):
     >>> pack_weight(np.ones((1, 1, 3)), scale=np.array([[[2.0, 4.0]]]), block_size=(1, 2)).tolist()
     [[[2.0, 2.0, 4.0]]]
     """
+    if isinstance(w, tuple):
+        w, scale, block_size = w
     if scale is None:
         scale = 1.0
     elif block_size is not None:
@@ -452,13 +454,16 @@ def absorb_weights(kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim):
 
     Parameters
     ----------
-    kv_b_proj : (H * (Dn+Dv), Dc), each head's Dn key rows before its Dv value rows
+    kv_b_proj : (H * (Dn+Dv), Dc), each head's Dn key rows before its Dv value rows; or (weight, scale, block_size)
     num_heads, qk_nope_head_dim, v_head_dim : int, H, Dn, Dv
 
     >>> w_uk, w_uv = absorb_weights(np.arange(6.0).reshape(3, 2), 1, 1, 2)
     >>> w_uk.tolist(), w_uv.tolist()
     ([[[0.0], [1.0]]], [[[2.0, 3.0], [4.0, 5.0]]])
     """
+    if isinstance(kv_b_proj, tuple):
+        weight, scale, block_size = kv_b_proj
+        kv_b_proj = pack_weight(weight[None], scale=scale[None], block_size=block_size)[0]
     head_width = qk_nope_head_dim + v_head_dim
     w = _float64(kv_b_proj).reshape(num_heads, head_width, kv_b_proj.shape[-1])
     return w[:, :qk_nope_head_dim].swapaxes(1, 2), w[:, qk_nope_head_dim:]

@@ -239,7 +239,10 @@ def test_absorbed_fp8_weights_are_the_dequantised_ones_split(isa, rng, nope, val
     rows = heads * (nope + value)
     (weight,), (scale,) = fp8_weight(rng, (1, rows, rank), FP8[0], (block, 128))
     whole = reference.pack_weight(weight[None], scale=scale[None], block_size=(block, 128))[0]
-    w_uk, w_uv = numba_mla.absorb_weights(numba_mla.BlockScaled(weight, scale, (block, 128)), heads, nope, value)
+    scaled = numba_mla.BlockScaled(weight, scale, (block, 128))
+    w_uk, w_uv = numba_mla.absorb_weights(scaled, heads, nope, value)
+    for part, defined in zip((w_uk, w_uv), reference.absorb_weights(scaled, heads, nope, value), strict=True):
+        np.testing.assert_array_equal(reference.pack_weight(part), defined)
     split = whole.reshape(heads, nope + value, rank)
     for part, expected in ((w_uk, split[:, :nope].swapaxes(1, 2)), (w_uv, split[:, nope:])):
         np.testing.assert_array_equal(

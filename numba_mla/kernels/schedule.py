@@ -92,15 +92,16 @@ def _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, 
 
 
 @kernel
-def _cut_groups(groups, lane_group, num_workers):
+def _cut_groups(groups, num_workers):
     """Cut the groups into items, and say what each item costs: lanes times keys."""
-    total = np.int64(0)
+    total, most_lanes = np.int64(0), np.int64(1)
     for group in range(len(groups)):
         total += groups[group, NUM_LANES] * groups[group, END]
+        most_lanes = max(most_lanes, groups[group, NUM_LANES])
     run = 1
     if num_workers == 1:
         run = 1 << 40
-    while 2 * run * KV_SPLIT * lane_group * num_workers * ITEMS_PER_WORKER <= total:
+    while 2 * run * KV_SPLIT * most_lanes * num_workers * ITEMS_PER_WORKER <= total:
         run *= 2
     num_items, num_slots = 0, 0
     for group in range(len(groups)):
@@ -134,13 +135,26 @@ def _cut_groups(groups, lane_group, num_workers):
 
 
 @kernel
-def _plan(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal, num_workers):
+def _count_items(groups):
+    """Items of a plan whose runs are single splits."""
+    count = 0
+    for group in range(len(groups)):
+        count += max(1, -(-groups[group, END] // KV_SPLIT))
+    return count
+
+
+@kernel
+def _plan(seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers):
     groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
-    items, costs, num_slots, longest_run = _cut_groups(groups, lane_group, num_workers)
+    # Too few items to go round: smaller lane groups make more of them.
+    while num_workers > 1 and lane_group > least_lanes and _count_items(groups) < 2 * num_workers:
+        lane_group //= 2
+        groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
+    items, costs, num_slots, longest_run = _cut_groups(groups, num_workers)
     return items, costs, groups, num_slots, longest_run
 
 
-def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal, num_workers):
+def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers):
     """Plan a call: its work items, the heaviest first.
 
     Parameters
@@ -149,8 +163,10 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
         Keys of each request, the new ones included.
     query_start_loc : int64 (B + 1,)
         Where each request's query tokens begin.
-    num_heads, group_heads, lane_group : int
-        Heads of a token; those that share key rows; lanes of an item at most.
+    num_heads, group_heads : int
+        Heads of a token; those that share key rows.
+    lane_group, least_lanes : int
+        Lanes of an item at most, and what that is halved down to where there are more workers than items.
     causal : int
         1 if token i of n sees ``seq_len - n + i + 1`` keys, 0 if all.
     num_workers : int
@@ -166,6 +182,6 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
         Splits of the longest item.
     """
     items, costs, groups, num_slots, longest_run = _plan(
-        seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal, num_workers
+        seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers
     )
     return items[np.argsort(-costs, kind="stable")], groups, num_slots, longest_run

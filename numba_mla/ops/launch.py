@@ -8,7 +8,7 @@ import numpy as np
 
 from ..checks import address, check_output
 from ..kernels.attention import attention_parallel, attention_serial
-from ..kernels.context import ELEMENT_CODES, LANE_GROUP
+from ..kernels.context import ELEMENT_CODES, LANE_GROUP, VECTOR_WIDTH
 from ..kernels.problem import Problem
 from ..kernels.schedule import plan_attention
 from ..kernels.scratch import workspace_bytes
@@ -64,8 +64,8 @@ def run_attention(problem: Problem, score_scale: float, value_scale: float, seq_
     packed = problem.packed()
     workers = num_threads()
     items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, problem.num_heads, problem.group_heads, int(context[LANE_GROUP]), problem.causal,
-        workers,
+        seq_lens, query_start_loc, problem.num_heads, problem.group_heads, int(context[LANE_GROUP]),
+        int(context[VECTOR_WIDTH]), problem.causal, workers,
     )  # fmt: skip
     workers = min(workers, len(items))
     if workers == 0:
