@@ -15,6 +15,7 @@ from numba.core import config
 
 from . import isa as isas
 from .checks import address, describe
+from .errors import IsaUnavailableError
 from .isa import Isa
 from .isa.host import Host, detect
 from .kernels.context import build_context
@@ -105,11 +106,17 @@ def select_isa(argument: str | None = None, dtype: str | None = None) -> Isa:
 
     Where that one does not take the element type, its companion does.
     """
-    if argument is None:
-        return _select(host(), dtype, _forced.get() or os.environ.get("NUMBA_MLA_ISA") or None)
-    if not isinstance(argument, str):
-        raise TypeError(f"isa: expected a name such as 'generic', got {describe(argument)}")
-    return _select(host(), dtype, argument)
+    if argument is not None:
+        if not isinstance(argument, str):
+            raise TypeError(f"isa: expected a name such as 'generic', got {describe(argument)}")
+        return _select(host(), dtype, argument)
+    named = _forced.get()
+    if named is not None or not os.environ.get("NUMBA_MLA_ISA"):
+        return _select(host(), dtype, named)
+    try:
+        return _select(host(), dtype, os.environ["NUMBA_MLA_ISA"])
+    except IsaUnavailableError as error:
+        raise IsaUnavailableError(f"NUMBA_MLA_ISA, {error}") from None
 
 
 def context_for(argument: str | None = None, dtype: str | None = None) -> np.ndarray:

@@ -138,7 +138,7 @@ def test_unknown_name_is_a_clear_error():
 
 def test_argument_goes_before_context_and_environment(monkeypatch):
     monkeypatch.setenv("NUMBA_MLA_ISA", "sse9")
-    with pytest.raises(numba_mla.IsaUnavailableError):
+    with pytest.raises(numba_mla.IsaUnavailableError, match="NUMBA_MLA_ISA, isa: expected one that this machine"):
         numba_mla.show_config()
     with numba_mla.use_isa("generic"):
         assert numba_mla.show_config()["isa"] == "generic"

@@ -58,7 +58,10 @@ def check_pages(kv_cache, kv_lora_rank: int, width: int | None, cache_scale) -> 
         raise ValueError(f"kv_cache: expected rows of {DS_BYTES} bytes in a uint8 cache, got {describe(kv_cache)}")
     found = row_width(kv_cache)
     if width is not None and found != width:
-        raise ValueError(f"kv_cache: expected rows of {width} values (Dc + Dr), got {found} in a {describe(kv_cache)}")
+        raise ValueError(
+            f"kv_cache: expected rows of {width} values, the width of the queries (Dc + Dr), got {found} in a "
+            f"{describe(kv_cache)}"
+        )
     if found < kv_lora_rank:
         raise ValueError(f"kv_cache: expected rows of at least Dc = {kv_lora_rank} values, got {describe(kv_cache)}")
     if is_ds_layout(kv_cache) and kv_lora_rank != DS_LATENT:
@@ -89,7 +92,10 @@ def check_pages(kv_cache, kv_lora_rank: int, width: int | None, cache_scale) -> 
 def check_row_dtype(name: str, x: np.ndarray, pages: Pages) -> None:
     """An array that goes with a cache: of its type, or of any float type if the cache is quantised."""
     if pages.float_dtype is not None and x.dtype != pages.float_dtype:
-        raise TypeError(f"{name}: expected the cache's dtype {pages.float_dtype}, got {describe(x)}")
+        cast = "ml_dtypes.bfloat16" if pages.float_dtype == BFLOAT16 else f"np.{pages.float_dtype}"
+        raise TypeError(
+            f"{name}: expected the cache's dtype {pages.float_dtype}, got {x.dtype} array; cast it: {name}.astype({cast})"
+        )
 
 
 def gathered_dtype(pages: Pages) -> np.dtype:
