@@ -15,6 +15,11 @@ FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
 Shape = tuple[int | str, ...]
 
+# float32's smallest normal number, and half of its largest: scores take a scale times log2(e), which must be
+# finite too.
+_SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+_LARGEST_SCALE = float(np.finfo(np.float32).max) / 2
+
 # Kernels compare positions as int32.
 MAX_POSITIONS = 2**31 - 1
 # Far above what slices of one buffer take; the question is NP-hard for strides of every kind.
@@ -67,10 +72,9 @@ def check_scale(name: str, value: Any) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    # Half of float32's largest: scores take the scale times log2(e), which must be finite too.
-    tiny, huge = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max) / 2
-    if not tiny <= number <= huge:
-        raise ValueError(f"{name}: expected finite, positive and within {tiny:.4g} to {huge:.4g}, got {number}")
+    if not _SMALLEST_SCALE <= number <= _LARGEST_SCALE:
+        limits = f"{_SMALLEST_SCALE:.4g} to {_LARGEST_SCALE:.4g}"
+        raise ValueError(f"{name}: expected finite, positive and within {limits}, got {number}")
     return number
 
 
@@ -90,6 +94,8 @@ def check_array(name: str, x: Any, shape: Shape, dtypes: Sequence[np.dtype] = FL
 
 
 def _check_shape(name: str, x: np.ndarray, shape: Shape) -> np.ndarray:
+    if x.shape == shape:
+        return x
     fits = x.ndim == len(shape) and all(isinstance(n, str) or n == m for n, m in zip(shape, x.shape, strict=True))
     if not fits:
         wanted = "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
@@ -143,6 +149,8 @@ def check_writable(name: str, x: np.ndarray) -> None:
     """An array that may be written, every element in a place of its own."""
     if not x.flags.writeable:
         raise ValueError(f"{name}: expected a writable array, got a read-only {describe(x)}")
+    if x.flags.c_contiguous:
+        return
     # Axis after axis, from the smallest stride on: each must step over all that the ones before it span.
     span = x.itemsize
     for stride, length in sorted((abs(stride), length) for stride, length in zip(x.strides, x.shape, strict=True)):
@@ -169,4 +177,4 @@ def dense_rows(x: np.ndarray) -> np.ndarray:
 
 def address(x: np.ndarray) -> int:
     """Where an array's first element lies; the caller keeps the array alive."""
-    return x.__array_interface__["data"][0]
+    return x.ctypes.data

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checks import address, check_array, check_count, check_flag, check_integers, check_scale, dense_rows, describe
-from ..kernels.context import ELEMENT_CODES
 from ..kernels.problem import Problem
 from ..runtime import context_for
+from .elements import CODES
 from .launch import prepare_outputs, run_attention
 from .pages import check_block_table, check_pages, check_row_dtype
 
@@ -209,7 +209,7 @@ def _attend(queries: _Queries, kv_cache, block_table, lengths, starts, scale, ca
                               {"q_latent": latent, "q_pe": rotary, "kv_cache": kv_cache})  # fmt: skip
     problem = Problem(
         address(latent), latent.strides[0], latent.strides[1], address(rotary), rotary.strides[0], rotary.strides[1],
-        q_split=latent.shape[2], q_element=ELEMENT_CODES[latent.dtype.name],
+        q_split=latent.shape[2], q_element=CODES[latent.dtype],
         num_heads=latent.shape[1], group_heads=latent.shape[1],
         keys=pages.address, key_page_stride=pages.page_stride, key_row_stride=pages.row_stride, key_head_stride=0,
         values=0, value_page_stride=0, value_row_stride=0, value_head_stride=0,

@@ -8,12 +8,13 @@ import numpy as np
 
 from ..checks import address, check_output
 from ..kernels.attention import attention_parallel, attention_serial
-from ..kernels.context import ELEMENT_CODES, LANE_GROUP, VECTOR_WIDTH
+from ..kernels.context import LANE_GROUP, VECTOR_WIDTH
 from ..kernels.problem import Problem
 from ..kernels.schedule import plan_attention
 from ..kernels.scratch import workspace_bytes
 from ..runtime import workspace
 from ..threads import launching, num_threads
+from .elements import CODES
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -31,7 +32,7 @@ class Outputs(NamedTuple):
             "out": address(self.target),
             "out_token_stride": self.target.strides[0],
             "out_head_stride": self.target.strides[1],
-            "out_element": ELEMENT_CODES[self.target.dtype.name],
+            "out_element": CODES[self.target.dtype],
             "lse": address(self.lse),
             "lse_token_stride": self.lse.strides[0],
             "lse_head_stride": self.lse.strides[1],

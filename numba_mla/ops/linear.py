@@ -18,12 +18,12 @@ from ..checks import (
     describe,
 )
 from ..isa import Isa
-from ..kernels.context import ELEMENT_CODES
 from ..kernels.product import Product, count_items, product_parallel, product_serial, workspace_bytes
 from ..memory import aligned_zeros
 from ..quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size, is_fp8
 from ..runtime import context_for, select_isa, workspace
 from ..threads import launching, num_threads
+from .elements import CODES, NAMES
 
 WEIGHT_DTYPES = (*FLOAT_DTYPES, *FLOAT8_DTYPES)
 FLOAT32 = np.dtype(np.float32)
@@ -197,15 +197,15 @@ def bmm(a, w, *, scale=None, out=None):
     if target.strides[2] != target.itemsize and columns > 1:
         target = np.empty(shape, target.dtype)
     product = Product(
-        address(a), a.strides[0], a.strides[1], ELEMENT_CODES[a.dtype.name], a.itemsize,
-        address(w.panels), ELEMENT_CODES[w.dtype.name], w.panels.itemsize, w.panels.shape[4],
+        address(a), a.strides[0], a.strides[1], CODES[a.dtype], a.itemsize,
+        address(w.panels), CODES[w.dtype], w.panels.itemsize, w.panels.shape[4],
         w.panels.shape[2] * w.panels.shape[4],
         0 if w.block_scales is None else address(w.block_scales), w.block_rows,
-        address(target), target.strides[0], target.strides[1], ELEMENT_CODES[target.dtype.name], target.itemsize,
+        address(target), target.strides[0], target.strides[1], CODES[target.dtype], target.itemsize,
         num_heads=heads, num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),
     )  # fmt: skip
     if target.size and k:
-        _run(product, 1.0 if factor is None else factor, context_for(w.isa, a.dtype.name))
+        _run(product, 1.0 if factor is None else factor, context_for(w.isa, NAMES[a.dtype]))
     else:
         target[...] = 0
     if target is not out:

@@ -6,8 +6,8 @@ import numpy as np
 
 from ..checks import address, check_array, check_output
 from ..kernels.combine import merge_finished
-from ..kernels.context import ELEMENT_CODES
 from ..runtime import context_for, workspace
+from .elements import CODES
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -79,7 +79,7 @@ def merge_states(out_a, lse_a, out_b, lse_b, *, out=None, lse=None):
     scratch = workspace.reserve(8 * width)
     merge_finished(
         context_for(), address(a), address(lse_a), address(b), address(lse_b), address(target), address(lse_target),
-        lse.size, width, ELEMENT_CODES[a.dtype.name], a.itemsize, ELEMENT_CODES[b.dtype.name], b.itemsize,
+        lse.size, width, CODES[a.dtype], a.itemsize, CODES[b.dtype], b.itemsize,
         address(scratch),
     )  # fmt: skip
     if target is not out:

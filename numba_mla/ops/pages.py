@@ -18,10 +18,10 @@ from ..checks import (
     describe,
     names,
 )
-from ..kernels.context import ELEMENT_CODES
 from ..kernels.paging import find_bad_page
 from ..kernels.rows import FP8_DS_MLA
 from ..quant import DS_BYTES, DS_LATENT, DS_ROTARY, FLOAT8_DTYPES, is_ds_layout, is_fp8, row_width
+from .elements import CODES, NAMES
 
 _BYTES = np.dtype(np.uint8)
 
@@ -43,7 +43,7 @@ class Pages(NamedTuple):
 
         Rows of 656 bytes are products with a float32 scale.
         """
-        return "float32" if self.element == FP8_DS_MLA else q_dtype.name
+        return "float32" if self.element == FP8_DS_MLA else NAMES[q_dtype]
 
     @property
     def float_dtype(self) -> np.dtype | None:
@@ -84,7 +84,7 @@ def check_pages(kv_cache, kv_lora_rank: int, width: int | None, cache_scale) -> 
                 f"got {describe(cache_scale)}"
             )
         scale = check_scale("cache_scale", cache_scale)
-    element = FP8_DS_MLA if is_ds_layout(kv_cache) else ELEMENT_CODES[kv_cache.dtype.name]
+    element = FP8_DS_MLA if is_ds_layout(kv_cache) else CODES[kv_cache.dtype]
     return Pages(kv_cache, address(kv_cache), kv_cache.strides[0], kv_cache.strides[1], kv_cache.shape[1], found,
                  element, scale)  # fmt: skip
 
@@ -94,7 +94,8 @@ def check_row_dtype(name: str, x: np.ndarray, pages: Pages) -> None:
     if pages.float_dtype is not None and x.dtype != pages.float_dtype:
         cast = "ml_dtypes.bfloat16" if pages.float_dtype == BFLOAT16 else f"np.{pages.float_dtype}"
         raise TypeError(
-            f"{name}: expected the cache's dtype {pages.float_dtype}, got {x.dtype} array; cast it: {name}.astype({cast})"
+            f"{name}: expected the cache's dtype {pages.float_dtype}, got {x.dtype} array; "
+            f"cast it: {name}.astype({cast})"
         )
 
 

@@ -17,9 +17,9 @@ from ..checks import (
     describe,
     overlap,
 )
-from ..kernels.context import ELEMENT_CODES
 from ..kernels.paging import find_bad_slot, gather_rows, write_rows
 from ..runtime import context_for, workspace
+from .elements import CODES
 from .pages import Pages, check_block_table, check_pages, check_row_dtype, gathered_dtype
 
 
@@ -87,7 +87,7 @@ def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slo
     scratch = workspace.reserve(4 * pages.width)
     write_rows(
         context_for(), address(kv_c), kv_c.strides[0], kv_c.shape[1], address(k_pe), k_pe.strides[0], k_pe.shape[1],
-        ELEMENT_CODES[kv_c.dtype.name], kv_c.itemsize, pages.address, pages.page_stride, pages.row_stride,
+        CODES[kv_c.dtype], kv_c.itemsize, pages.address, pages.page_stride, pages.row_stride,
         pages.block_size, pages.element, pages.scale, slots, pad_slot, address(scratch),
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=5
     gather_rows(
         context_for(), pages.address, pages.page_stride, pages.row_stride, pages.block_size, table, first, ends,
         pages.width, pages.element, kv_cache.itemsize, pages.scale, address(dense[0]), dense[0].strides[0], rank,
-        address(dense[1]), dense[1].strides[0], ELEMENT_CODES[dense[0].dtype.name], address(scratch),
+        address(dense[1]), dense[1].strides[0], CODES[dense[0].dtype], address(scratch),
     )  # fmt: skip
     for part, written in zip(parts, dense, strict=True):
         if written is not part:

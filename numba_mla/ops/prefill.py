@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..checks import MAX_POSITIONS, address, check_array, check_flag, check_scale, dense_rows, describe
-from ..kernels.context import ELEMENT_CODES
 from ..kernels.problem import Problem
 from ..runtime import context_for
 from .attention import check_start_locations
+from .elements import CODES, NAMES
 from .launch import prepare_outputs, run_attention
 
 # Rows are consecutive: one page without end, which begins at a request's first row.
@@ -95,12 +95,12 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
     outputs = prepare_outputs(out, lse, (*q.shape[:2], v.shape[2]), q.dtype, {"q": q, "k": k, "v": v})
     problem = Problem(
         address(q), q.strides[0], q.strides[1], address(q), q.strides[0], q.strides[1],
-        q_split=q.shape[2], q_element=ELEMENT_CODES[q.dtype.name], num_heads=q.shape[1], group_heads=1,
+        q_split=q.shape[2], q_element=CODES[q.dtype], num_heads=q.shape[1], group_heads=1,
         keys=address(k), key_page_stride=k.strides[0], key_row_stride=k.strides[0], key_head_stride=k.strides[1],
         values=address(v), value_page_stride=v.strides[0], value_row_stride=v.strides[0],
-        value_head_stride=v.strides[1], row_element=ELEMENT_CODES[k.dtype.name], block_size=_ENDLESS,
+        value_head_stride=v.strides[1], row_element=CODES[k.dtype], block_size=_ENDLESS,
         width=q.shape[2], value_width=v.shape[2], causal=int(causal), **outputs.fields(),
     )  # fmt: skip
     run_attention(problem, scale, 1.0, np.diff(key_starts), starts, key_starts[:-1, None].copy(),
-                  context_for(isa, q.dtype.name))  # fmt: skip
+                  context_for(isa, NAMES[q.dtype]))  # fmt: skip
     return outputs.deliver()
