@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from .batch import Batch, build_batch
 from .checks import MAX_POSITIONS, check_count, check_type, describe
 from .config import MLAConfig
-from .pages import PagePool, Request, check_prompt, prompt_page_keys
+from .pages import PagePool, Request, check_prompt, count_needed_pages, prompt_page_keys
 from .safetensors_file import CheckpointError
 from .storage import Rows, load_rows, open_rows, row_format, save_rows
 
@@ -107,6 +108,14 @@ class PagedLatentCache:
         self.data = open_rows(storage, (num_layers, num_blocks, block_size, width), row_dtype)
         self._requests: dict[Hashable, Request] = {}
         self._pool = PagePool(num_blocks)
+        self._committed: weakref.WeakSet[Batch] = weakref.WeakSet()
+
+    def __repr__(self) -> str:
+        used = self.num_blocks - self.num_free_blocks
+        return (
+            f"<PagedLatentCache: {self.layout or self.dtype}, num_layers {self.num_layers}, "
+            f"block_size {self.block_size}, pages: {used} used, {self.num_free_blocks} free>"
+        )
 
     @classmethod
     def load(cls, path: str | Path, *, storage: Rows = None) -> PagedLatentCache:
@@ -279,8 +288,8 @@ class PagedLatentCache:
     def fork(self, request_id: Hashable, new_id: Hashable) -> None:
         """Start a request that continues another one, on the same pages until either writes to them.
 
-        The other one's tokens have been written by all layers: between its `append` and the layers' calls
-        there is nothing yet to continue.
+        The other one's tokens have been written by all layers, and their step is committed: before that there
+        is nothing yet to continue.
 
         Parameters
         ----------
@@ -371,7 +380,7 @@ class PagedLatentCache:
             raise TypeError(f"num_new_tokens: expected a mapping of request to count, got {describe(num_new_tokens)}")
         counts = [check_count(f"num_new_tokens[{r!r}]", n, 0) for r, n in num_new_tokens.items()]
         requests = [self._request(request_id) for request_id in num_new_tokens]
-        needed = self._count_needed_pages(requests, counts)
+        needed = count_needed_pages(self._pool, requests, counts, self.block_size)
         if needed > self._pool.num_free:
             raise CacheFullError(
                 f"{sum(counts)} new tokens need {needed} pages, {self._pool.num_free} of {self.num_blocks} are free"
@@ -388,7 +397,9 @@ class PagedLatentCache:
         )
 
     def commit(self, batch: Batch) -> None:
-        """Offer the prompt pages that a step has filled, in every layer, to later requests.
+        """End a step: offer the prompt pages that it has filled, in every layer, to later requests.
+
+        Its rows are final then: no layer takes the batch again.
 
         Parameters
         ----------
@@ -398,13 +409,14 @@ class PagedLatentCache:
         Raises
         ------
         TypeError, ValueError
-            Not a batch, or one that is stale or another cache's; nothing has changed.
+            Not a batch, or one that is committed, stale or another cache's; nothing has changed.
         """
         requests = self._requests_of(batch)
         for request, written in zip(requests, batch.seq_lens.tolist(), strict=True):
             full = written // self.block_size
             for page, key in zip(request.pages[:full], request.page_keys[:full], strict=False):
                 self._pool.offer(page, key)
+        self._committed.add(batch)
 
     def check_batch(self, batch: Batch) -> None:
         """Raise unless a batch is this cache's and its rows still are its requests'.
@@ -417,8 +429,8 @@ class PagedLatentCache:
         Raises
         ------
         TypeError, ValueError
-            Not a batch; another cache's; or a request of it has been freed, truncated, added again, or has
-            moved to a copy of a shared page since.
+            Not a batch; another cache's; committed; or a request of it has been freed, truncated, added
+            again, or has moved to a copy of a shared page since.
         """
         requests = self._requests_of(batch)
         used = np.flatnonzero(batch.seq_lens)
@@ -445,6 +457,8 @@ class PagedLatentCache:
                     "was made, or the batch is another cache's"
                 )
             requests.append(request)
+        if batch in self._committed:
+            raise ValueError("batch: has been committed, and its rows may serve others: append the next step")
         return requests
 
     def _is_live(self, request_id: Hashable) -> bool:
@@ -461,19 +475,6 @@ class PagedLatentCache:
     def _check_new(self, request_id: Hashable) -> None:
         if self._is_live(request_id):
             raise ValueError(f"request_id: {request_id!r} is already a live request")
-
-    def _count_needed_pages(self, requests: list[Request], counts: list[int]) -> int:
-        needed = 0
-        holders_left: dict[int, int] = {}
-        for request, count in zip(requests, counts, strict=True):
-            needed += -(-(request.seq_len + count) // self.block_size) - len(request.pages)
-            if request.writes_to_last_page(count, self.block_size):
-                page = request.pages[-1]
-                left = holders_left.get(page, self._pool.num_holders(page))
-                if left > 1:  # a copy; whoever is left alone on the page writes in place
-                    needed += 1
-                    holders_left[page] = left - 1
-        return needed
 
     def _grow(self, request: Request, count: int) -> None:
         if request.writes_to_last_page(count, self.block_size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from .checks import FLOAT_DTYPES, check_type, names
+from .checks import FLOAT_DTYPES, check_flag, check_type, names
 from .config import MLAConfig, read_config
-from .families import LAYER_ROOTS, attention_name, attention_prefix, text_config
+from .families import LAYER_ROOTS, attention_name, attention_prefix, find_family, text_config
 from .quant import FLOAT8_DTYPES, BlockScaled
 from .safetensors_file import CheckpointError, SafetensorsFile
 
@@ -66,6 +67,8 @@ class Checkpoint:
     ------
     FileNotFoundError
         The folder, `config.json` or the weights are missing.
+    NotADirectoryError
+        It is a file.
     CheckpointError
         A file is there but broken.
 
@@ -82,6 +85,8 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         check_type("folder", folder, (str, os.PathLike), "a path")
         self.folder = Path(folder)
+        if self.folder.is_file():
+            raise NotADirectoryError(f"{folder} is a file; expected the checkpoint folder that holds config.json")
         self.config = read_config(self.folder)
         self._files: dict[str, SafetensorsFile] = {}
         if (self.folder / SINGLE_FILE).is_file():
@@ -231,16 +236,29 @@ def read_attention(checkpoint: Checkpoint, config: MLAConfig, layer: int) -> dic
 # What may lie below `self_attn` and bear on nothing here: frequencies, which follow from the config, and
 # the ranges of activations and cached keys that other programs quantise with.
 _WITHOUT_EFFECT = ("rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+# What every MLA layer has, and other attention has not.
+_LATENT_PROJECTION = re.compile(r"\.(\d+)\.self_attn\.(?:(\d+)\.)?kv_a_proj_with_mqa\.weight$")
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 
 def _find_prefix(checkpoint: Checkpoint, layer: int) -> str:
-    """Return what the layer's tensors start with in this checkpoint, or should."""
+    """Return what the layer's tensors start with in this checkpoint, or say which layers it has."""
     name = attention_name(checkpoint.config, layer)
     for root in LAYER_ROOTS:
         if any(tensor.startswith(root + name) for tensor in checkpoint.names):
             return root + name
-    return attention_prefix(checkpoint.config, layer)
+    layers = ", ".join(map(str, _find_layers(checkpoint))) or "none"
+    raise CheckpointError(
+        f"layer: {layer} is not in {checkpoint.folder}, which has no {attention_prefix(checkpoint.config, layer)}*; "
+        f"attention layers there: {layers}"
+    )
+
+
+def _find_layers(checkpoint: Checkpoint) -> list[int]:
+    """Return the numbers of the attentions whose tensors are there."""
+    per_layer = find_family(checkpoint.config).attentions_per_layer
+    matches = (_LATENT_PROJECTION.search(name) for name in checkpoint.names)
+    return sorted({int(m[1]) * per_layer + int(m[2] or 0) for m in matches if m})
 
 
 def _find_scale(checkpoint: Checkpoint, weight_name: str) -> str:
@@ -298,6 +316,7 @@ def save_checkpoint(
     tensors: Mapping[str, np.ndarray],
     *,
     max_shard_bytes: int | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write a Hugging Face checkpoint folder.
 
@@ -311,6 +330,13 @@ def save_checkpoint(
         Float, integer or ml_dtypes arrays by full name.
     max_shard_bytes : int, optional
         Split into shards of at most this size, unless one tensor alone is larger; None: one file.
+    overwrite : bool
+        Write over a checkpoint that is there; other files of the folder stay.
+
+    Raises
+    ------
+    FileExistsError
+        The folder is a file, or holds anything and `overwrite` is False; nothing is written.
 
     Examples
     --------
@@ -323,6 +349,7 @@ def save_checkpoint(
     if max_shard_bytes is not None and max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes: expected a number > 0 or None, got {max_shard_bytes}")
     folder = Path(folder)
+    _check_free(folder, check_flag("overwrite", overwrite))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     # The writer takes an array's memory as it lies, so it has to be contiguous.
@@ -351,6 +378,7 @@ def save_random_checkpoint(
     dtype: Any = ml_dtypes.bfloat16,
     seed: int = 0,
     max_shard_bytes: int | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint folder with the attention tensors of the first layers, drawn at random.
 
@@ -369,8 +397,13 @@ def save_random_checkpoint(
         float32, float16 or bfloat16.
     seed : int
         Of numpy's default generator.
-    max_shard_bytes : int, optional
+    max_shard_bytes, overwrite
         As in `save_checkpoint`.
+
+    Raises
+    ------
+    FileExistsError
+        As `save_checkpoint` does.
 
     Examples
     --------
@@ -380,6 +413,7 @@ def save_random_checkpoint(
     >>> MLAConfig.from_pretrained(folder).kv_lora_rank
     512
     """
+    _check_free(Path(folder), check_flag("overwrite", overwrite))  # before the drawing, which takes a while
     generator = np.random.default_rng(seed)
     shapes = attention_shapes(MLAConfig.from_dict(config))
     tensors = {}
@@ -389,7 +423,19 @@ def save_random_checkpoint(
             drawn = generator.standard_normal(shape, dtype=np.float32)
             values = drawn / math.sqrt(shape[1]) if len(shape) == 2 else 1 + drawn / 8
             tensors[prefix + name] = values.astype(dtype)
-    save_checkpoint(folder, config, tensors, max_shard_bytes=max_shard_bytes)
+    save_checkpoint(folder, config, tensors, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+
+
+def _check_free(folder: Path, overwrite: bool) -> None:
+    """Refuse to write where something is, unless asked to."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"folder: {folder} is a file")
+    if overwrite or not folder.exists():
+        return
+    found = sorted(path.name for path in folder.iterdir())
+    if found:
+        listing = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        raise FileExistsError(f"folder: {folder} holds {listing}; expected a new or empty one, or overwrite=True")
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:

@@ -109,6 +109,14 @@ class MLALayer:
         self._inv_freq = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling)
         self._rotation_scaling = rotation_scaling(config.rope_scaling)
 
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"<MLALayer: {self.dtype}, hidden_size {c.hidden_size}, {c.num_heads} heads, q_lora_rank {c.q_lora_rank}, "
+            f"kv_lora_rank {c.kv_lora_rank}, qk_nope_head_dim {c.qk_nope_head_dim}, "
+            f"qk_rope_head_dim {c.qk_rope_head_dim}, v_head_dim {c.v_head_dim}>"
+        )
+
     @classmethod
     def from_pretrained(cls, folder: str | Path, layer: int = 0, *, requantize_kv_b_proj: bool = False) -> MLALayer:
         """Build a layer from a Hugging Face checkpoint folder, reading only its own tensors.
@@ -158,7 +166,7 @@ class MLALayer:
         cache : PagedLatentCache
             Holds the earlier tokens; gets the new ones.
         batch : Batch
-            From the cache's `append`.
+            From the cache's `append`, and not yet committed.
         cache_layer : int
             Which of the cache's layers is this one's.
         path : {"auto", "absorbed"}
@@ -173,7 +181,7 @@ class MLALayer:
         Raises
         ------
         TypeError, ValueError
-            An argument other than the above, or a batch that is stale; the message names it.
+            An argument other than the above, or a batch that is stale or committed; the message names it.
         """
         self._check_call(hidden_states, cache, batch, cache_layer, path)
         num_tokens = len(hidden_states)
@@ -278,6 +286,12 @@ class MLALayer:
         cache.check_batch(batch)
         if check_count("cache_layer", cache_layer, 0) >= cache.num_layers:
             raise ValueError(f"cache_layer: expected at most {cache.num_layers - 1}, got {cache_layer}")
+        castable = {*FLOAT_DTYPES, np.dtype(np.float64)} - {self.dtype}
+        if isinstance(hidden_states, np.ndarray) and hidden_states.dtype in castable:
+            raise TypeError(
+                f"hidden_states: expected {self.dtype}, got {describe(hidden_states)}; "
+                "cast it: hidden_states.astype(layer.dtype)"
+            )
         shape = (len(batch.positions), self.config.hidden_size)
         check_array("hidden_states", hidden_states, shape, (self.dtype,))
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from .codegen.module import peak_flops
 from .kernels.probe import run_peak, run_read
+from .memory import LINE
 from .runtime import context_for, select_isa
 from .threads import launching, num_threads
 
 _SLICE_S = 5e-3
 _READ_BYTES = 1 << 28
-_LINE = 64
 
 
 class Yardstick:
@@ -59,7 +59,7 @@ class Yardstick:
         self._context = context_for(record.name)
         self._flops_a_turn = peak_flops(record) * self._threads
         self._operand = np.full(record.vector_width, 1e-3, np.float32)
-        self._targets = np.zeros(self._threads * _LINE, np.uint8)
+        self._targets = np.zeros(self._threads * LINE, np.uint8)
         self._turns = 1000
         self._memory: np.ndarray | None = None
         self._run_peak(1)
@@ -75,7 +75,7 @@ class Yardstick:
         """Read 256 MiB once; the best bandwidth so far."""
         if self._memory is None:
             self._memory = np.ones(_READ_BYTES, np.uint8)
-        each = _READ_BYTES // self._threads // _LINE * _LINE
+        each = _READ_BYTES // self._threads // LINE * LINE
         start = perf_counter()
         with launching():
             run_read(self._context, self._memory.ctypes.data, each, self._targets.ctypes.data, self._threads)

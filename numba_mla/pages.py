@@ -163,6 +163,21 @@ class Request:
         return cls(array("i", pages), seq_len, [bytes.fromhex(key) for key in keys])
 
 
+def count_needed_pages(pool: PagePool, requests: Sequence[Request], counts: Sequence[int], block_size: int) -> int:
+    """Return how many free pages it takes to add new tokens to requests, copies of shared pages included."""
+    needed = 0
+    holders_left: dict[int, int] = {}
+    for request, count in zip(requests, counts, strict=True):
+        needed += -(-(request.seq_len + count) // block_size) - len(request.pages)
+        if request.writes_to_last_page(count, block_size):
+            page = request.pages[-1]
+            left = holders_left.get(page, pool.num_holders(page))
+            if left > 1:  # a copy; whoever is left alone on the page writes in place
+                needed += 1
+                holders_left[page] = left - 1
+    return needed
+
+
 def prompt_page_keys(tokens: np.ndarray, block_size: int) -> list[bytes]:
     """Return a key per full page of a prompt that stands for all tokens up to the page's end."""
     keys = []

@@ -19,12 +19,12 @@ from .errors import IsaUnavailableError
 from .isa import Isa
 from .isa.host import Host, detect
 from .kernels.context import build_context
+from .memory import LINE
 
 # Raised whenever a release changes any bit of any result on any instruction set.
 NUMERICS_VERSION = 1
 
 _forced: ContextVar[str | None] = ContextVar("numba_mla_isa", default=None)
-_LINE = 64
 
 
 # How many blocks of code run with tile instructions emulated; emulation is the whole process's.
@@ -136,9 +136,9 @@ class _Workspace(threading.local):
         The caller keeps the array while a kernel uses its address: this object may let go of the memory before,
         when a signal handler's call grows it, or when the interpreter ends under a thread that computes.
         """
-        if self.memory.size < num_bytes + _LINE:
-            self.memory = np.empty(num_bytes + _LINE, np.uint8)
-        start = -address(self.memory) % _LINE
+        if self.memory.size < num_bytes + LINE:
+            self.memory = np.empty(num_bytes + LINE, np.uint8)
+        start = -address(self.memory) % LINE
         return self.memory[start : start + num_bytes]
 
 

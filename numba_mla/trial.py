@@ -74,6 +74,11 @@ class HiddenStates:
         return rows
 
 
+INPUT_ARRAYS = tuple(field.name for field in fields(HiddenStates))
+OUTPUT_ARRAYS = {name: f"{name}_out" for name in INPUT_ARRAYS if name != "query_start_loc"}
+KNOWN_ARRAYS = (*INPUT_ARRAYS, *OUTPUT_ARRAYS.values())  # a file that a trial has written is read again
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of the layer: its phase, its metadata, the time it took and what it returned."""
@@ -203,12 +208,15 @@ def load_hidden_states(path: Path, hidden_size: int, dtype: np.dtype) -> HiddenS
     OSError
         The file cannot be read.
     ValueError
-        It is no ``.npz`` file, or an array is missing, not finite, or of another shape or type.
+        It is no ``.npz`` file, or an array is missing, unknown, not finite, or of another shape or type.
     """
     arrays = _read_npz(path)
     if not {"prompts", "query_start_loc"} <= arrays.keys():
         found = ", ".join(arrays) or "none"
         raise ValueError(f"{path}: expected arrays prompts and query_start_loc, found {found}")
+    unknown = [name for name in arrays if name not in KNOWN_ARRAYS]
+    if unknown:
+        raise ValueError(f"{path}: unknown arrays {', '.join(unknown)}; expected {', '.join(INPUT_ARRAYS)}")
     start = arrays["query_start_loc"]
     if start.ndim != 1 or start.dtype.kind not in "iu" or len(start) < 2:
         raise ValueError(f"{path}: query_start_loc: expected integers (B+1,), got {start.dtype} {start.shape}")
@@ -223,7 +231,10 @@ def load_hidden_states(path: Path, hidden_size: int, dtype: np.dtype) -> HiddenS
         name: _rounded_rows(f"{path}: {name}", arrays.get(name, np.empty((0, *shape))), shape, dtype)
         for name, shape in row_shapes.items()
     }
-    if start[0] != 0 or start[-1] != len(rows["prompts"]) or (np.diff(start) < 1).any():
+    if (np.diff(start) == 0).any():
+        empty = np.flatnonzero(np.diff(start) == 0).tolist()
+        raise ValueError(f"{path}: query_start_loc: each request needs at least one token, got none for {empty}")
+    if start[0] != 0 or start[-1] != len(rows["prompts"]) or (np.diff(start) < 0).any():
         raise ValueError(
             f"{path}: query_start_loc: expected to rise from 0 to {len(rows['prompts'])} "
             f"(prompts' rows), got {start.tolist()}"
@@ -241,8 +252,8 @@ def save_trial(path: Path, inputs: HiddenStates, outputs: HiddenStates) -> None:
     inputs, outputs : HiddenStates
         What the layer was given, and what it returned.
     """
-    arrays = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    arrays |= {f"{name}_out": getattr(outputs, name) for name in ("prompts", "continuation", "tokens")}
+    arrays = {name: getattr(inputs, name) for name in INPUT_ARRAYS}
+    arrays |= {saved_as: getattr(outputs, name) for name, saved_as in OUTPUT_ARRAYS.items()}
     with path.open("wb") as file:  # a name without .npz stays as it is
         np.savez(file, **arrays)
 
@@ -361,7 +372,10 @@ def _check(
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise ValueError("it is a single array, as of np.save; use np.savez with named arrays")
+        with loaded as archive:
             return {name: archive[name] for name in archive.files}
     except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a readable .npz file ({error})") from None

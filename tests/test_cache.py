@@ -62,6 +62,17 @@ def test_a_ragged_batch_is_described():
     assert cache.request_ids == ("a", "b", "c")
 
 
+def test_a_cache_shows_its_format_and_how_full_it_is():
+    cache = make_cache(num_layers=2)
+    cache.add("a")
+    cache.append({"a": 9})
+    assert repr(cache) == "<PagedLatentCache: float32, num_layers 2, block_size 4, pages: 3 used, 5 free>"
+    wide = dataclasses.replace(CONFIG, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert repr(make_cache(config=wide, layout="fp8_ds_mla", dtype=np.uint8)).startswith(
+        "<PagedLatentCache: fp8_ds_mla,"
+    )
+
+
 def test_a_batch_is_frozen():
     cache = make_cache()
     cache.add("a")

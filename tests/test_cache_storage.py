@@ -384,6 +384,20 @@ def test_a_batch_whose_page_has_been_copied_since_is_refused_where_it_would_be_w
     cache.commit(batch)
 
 
+def test_a_committed_batch_is_refused():
+    cache = make_cache()
+    batch = start(cache)
+    other = cache.append({"b": 1})
+    cache.check_batch(batch)
+    cache.check_batch(batch)  # a step's layers, one after another
+    cache.commit(batch)
+    for use in (cache.check_batch, cache.commit):
+        with pytest.raises(ValueError, match="batch: has been committed"):
+            use(batch)
+    cache.check_batch(other)
+    cache.commit(other)
+
+
 def test_batches_stay_good_while_requests_only_grow():
     cache = make_cache()
     batch = start(cache)

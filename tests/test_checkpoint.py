@@ -141,7 +141,7 @@ def test_biases_are_read_where_present_and_required_where_promised(tmp_path):
     bias = {PREFIX + "kv_a_proj_with_mqa.bias": np.ones(20, ml_dtypes.bfloat16)}
     save_checkpoint(tmp_path, TINY, tiny_tensors() | bias)
     assert "kv_a_proj_with_mqa.bias" in read_tiny(tmp_path)
-    save_checkpoint(tmp_path, TINY | {"attention_bias": True}, tiny_tensors() | bias)
+    save_checkpoint(tmp_path, TINY | {"attention_bias": True}, tiny_tensors() | bias, overwrite=True)
     with pytest.raises(CheckpointError, match=r"q_a_proj\.bias is missing"):
         read_tiny(tmp_path)
     assert set(bias_shapes(MLAConfig.from_dict(TINY))) == {
@@ -159,8 +159,6 @@ def test_a_missing_tensor_is_named_with_its_file(tmp_path, max_shard_bytes):
     save_checkpoint(tmp_path, TINY, tensors, max_shard_bytes=max_shard_bytes)
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*self_attn\.kv_b_proj\.weight is missing"):
         read_tiny(tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.7\..* is missing"):
-        read_tiny(tmp_path, layer=7)
 
 
 def test_a_tensor_missing_from_the_shard_that_should_hold_it(tmp_path):
@@ -274,7 +272,7 @@ def test_missing_files_are_not_found_errors(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         Checkpoint(tmp_path)
-    save_checkpoint(tmp_path, TINY, tiny_tensors(), max_shard_bytes=600)
+    save_checkpoint(tmp_path, TINY, tiny_tensors(), max_shard_bytes=600, overwrite=True)
     next(iter(sorted(tmp_path.glob("*.safetensors")))).unlink()
     with pytest.raises(FileNotFoundError, match=r"model-00001-of-.*\.safetensors"):
         read_tiny(tmp_path)
@@ -287,10 +285,58 @@ def test_a_wrong_layer_is_named(tmp_path, layer):
         read_tiny(tmp_path, layer=layer)
 
 
+@pytest.mark.parametrize(("layers", "listed"), [((0,), "0"), ((1, 3), "1, 3"), ((), "none")])
+def test_a_layer_that_is_not_there_is_named_with_those_that_are(tmp_path, layers, listed):
+    tensors = {name: tensor for layer in layers for name, tensor in tiny_tensors(layer).items()}
+    tensors["model.layers.5.self_attn.q_proj.weight"] = np.ones(4)  # attention of another kind
+    save_checkpoint(tmp_path, TINY, tensors)
+    with pytest.raises(CheckpointError, match=rf"layer: 7 .*model\.layers\.7\..*attention layers there: {listed}$"):
+        read_tiny(tmp_path, layer=7)
+
+
+def test_attentions_that_are_not_there_are_counted_as_layer_counts_them(tmp_path):
+    tensors = {"model.layers.1.self_attn.0.kv_a_proj_with_mqa.weight": np.ones(4)}
+    save_checkpoint(tmp_path, TINY | {"model_type": "longcat_flash"}, tensors)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.1\.\*; attention layers there: 2$"):
+        read_tiny(tmp_path, layer=1)
+
+
+def test_a_file_in_place_of_a_folder_is_said_to_be_one(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match=r"model\.safetensors is a file"):
+        Checkpoint(path)
+    with pytest.raises(FileExistsError, match=r"model\.safetensors is a file"):
+        save_checkpoint(path, TINY, tiny_tensors(), overwrite=True)
+
+
+def save_tiny(folder, **options):
+    save_checkpoint(folder, TINY, tiny_tensors(), **options)
+
+
+def save_tiny_at_random(folder, **options):
+    save_random_checkpoint(folder, TINY, **options)
+
+
+@pytest.mark.parametrize("save", [save_tiny, save_tiny_at_random])
+def test_what_is_there_is_not_written_over_unless_asked(tmp_path, save):
+    for name in ("config.json", "other", "some", "thing"):
+        (tmp_path / name).write_text("mine")
+    for options in ({}, {"overwrite": False}):
+        with pytest.raises(FileExistsError, match=rf"folder: {tmp_path} holds config\.json, other, some and 1 more;"):
+            save(tmp_path, **options)
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"mine"}
+    with pytest.raises(TypeError, match="overwrite: expected True or False"):
+        save(tmp_path, overwrite="no")
+    save(tmp_path, overwrite=True)
+    assert set(read_tiny(tmp_path)) == set(attention_shapes(MLAConfig.from_dict(TINY)))
+    assert (tmp_path / "other").read_text() == "mine"
+
+
 def test_a_folder_is_overwritten_whole(tmp_path):
     ones, zeros = {"t": np.ones(4)}, {"t": np.zeros(4), "u": np.zeros(4)}
     for tensors, max_shard_bytes in [(ones, None), (zeros, 32), (ones, None)]:
-        save_checkpoint(tmp_path, {}, tensors, max_shard_bytes=max_shard_bytes)
+        save_checkpoint(tmp_path, {}, tensors, max_shard_bytes=max_shard_bytes, overwrite=True)
         assert Checkpoint(tmp_path).tensor("t").tolist() == tensors["t"].tolist()
     with pytest.raises(ValueError, match=r"max_shard_bytes: .*0"):
         save_checkpoint(tmp_path, {}, ones, max_shard_bytes=0)

@@ -244,7 +244,7 @@ def rewrite(folder, change):
     source = Checkpoint(folder)
     tensors = {name: np.array(source.tensor(name)) for name in source.names}
     change(tensors)
-    save_checkpoint(folder, source.config, tensors)
+    save_checkpoint(folder, source.config, tensors, overwrite=True)
 
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
@@ -289,8 +289,15 @@ def test_a_missing_folder_or_file_is_refused(refused, folder):
     assert "config.json" in refused("run", "--checkpoint", folder)
 
 
+def test_a_file_in_place_of_a_checkpoint_folder_is_refused(refused, folder):
+    path = folder / "model.safetensors"
+    assert f"{path} is a file; expected the checkpoint folder" in refused("run", "--checkpoint", path)
+
+
 def test_a_layer_that_is_not_there_is_refused(refused, folder):
-    assert "model.layers.2." in refused("run", "--checkpoint", folder, "--layer", 2)
+    message = refused("run", "--checkpoint", folder, "--layer", 2)
+    assert "layer: 2 is not in" in message
+    assert message.endswith("attention layers there: 0, 1\n")
     assert "--layer" in refused("run", "--layer", 2)
 
 
@@ -360,6 +367,18 @@ def test_bad_arrays_are_refused(refused, good_folder, tmp_path, name, array):
     assert "in.npz" in message
 
 
+def test_arrays_that_would_be_left_out_are_refused(refused, good_folder, tmp_path):
+    np.savez(tmp_path / "in.npz", **good_arrays(), continuations=np.ones(3), note=np.ones(3))
+    message = refused("run", "--checkpoint", good_folder, "--npz", tmp_path / "in.npz")
+    assert "unknown arrays continuations, note; expected prompts, query_start_loc, continuation, tokens" in message
+
+
+def test_an_empty_prompt_is_refused(refused, good_folder, tmp_path):
+    np.savez(tmp_path / "in.npz", **good_arrays() | {"query_start_loc": np.array([0, 3, 3])})
+    message = refused("run", "--checkpoint", good_folder, "--npz", tmp_path / "in.npz")
+    assert "query_start_loc: each request needs at least one token, got none for [1]" in message
+
+
 @pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04 cut short"])
 def test_a_file_that_is_no_npz_is_refused(refused, good_folder, tmp_path, content):
     path = tmp_path / "in.npz"
@@ -373,7 +392,8 @@ def test_a_truncated_npz_and_an_npy_are_refused(refused, good_folder, tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     assert "in.npz" in refused("run", "--checkpoint", good_folder, "--npz", path)
     np.save(tmp_path / "in.npy", np.ones(3))
-    assert "in.npy" in refused("run", "--checkpoint", good_folder, "--npz", tmp_path / "in.npy")
+    message = refused("run", "--checkpoint", good_folder, "--npz", tmp_path / "in.npy")
+    assert "in.npy: not a readable .npz file (it is a single array, as of np.save; use np.savez" in message
 
 
 def test_missing_places_for_npz_are_refused(refused, good_folder, tmp_path):

@@ -249,6 +249,33 @@ def test_a_wrong_call_names_the_argument(changes, error, message, ones_layer):
         ones_layer(call.pop("hidden_states"), call.pop("cache"), call.pop("batch"), **call)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_hidden_states_of_another_precision_are_told_the_layer_s(dtype):
+    weights = {name: np.ones(shape, ml_dtypes.bfloat16) for name, shape in attention_shapes(CONFIG).items()}
+    layer = MLALayer(CONFIG, weights)
+    with pytest.raises(TypeError, match=r"expected bfloat16, got .*; cast it: hidden_states\.astype\(layer\.dtype\)"):
+        layer(**make_call(layer) | {"hidden_states": np.ones((3, 16), dtype)})
+
+
+def test_a_layer_shows_its_sizes(ones_layer):
+    shown = repr(ones_layer)
+    assert shown.startswith("<MLALayer: float32, hidden_size 16, 2 heads, ")
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        assert f"{name} {getattr(CONFIG, name)}" in shown
+
+
+def test_a_committed_batch_is_not_written_again_into_a_fork_s_pages(ones_layer):
+    call = make_call(ones_layer)
+    cache, batch = call["cache"], call["batch"]
+    ones_layer(**call)
+    cache.commit(batch)
+    cache.fork("a", "b")
+    before = cache.data.tobytes()
+    with pytest.raises(ValueError, match="batch: has been committed"):
+        ones_layer(**call | {"hidden_states": np.full((3, 16), 5, np.float32)})
+    assert cache.data.tobytes() == before
+
+
 def test_a_cache_of_another_model_is_refused(ones_layer):
     call = make_call(ones_layer)
     other = MLAConfig(

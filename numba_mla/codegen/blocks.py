@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import count
 
 from ..isa import Isa, TileOp
+from ..memory import LINE
 from .text import Function
 from .vector import constant
 
@@ -17,7 +18,6 @@ STEP_BYTES = 4
 # Steps written out between two turns of a loop: one cache line of a row, which is prefetched once.
 DOT_UNROLL = 16
 VALUE_UNROLL = 4
-LINE_BYTES = 64
 # Sums that the peak loop keeps under way, and how far the bandwidth loop prefetches.
 PEAK_SUMS = 12
 READ_AHEAD_BYTES = 4096
@@ -86,7 +86,7 @@ def build_dot(isa: Isa, rows: int, vectors: int, *, streams: bool = False) -> Fu
             f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(pointer, at)}, i32 0, i32 2, i32 1)")
         for u in range(unrolled):
             b = [f.load(kind, f.offset(packed, v * isa.vector_bytes)) for v in range(vectors)]
-            for line in range(0, vectors * isa.vector_bytes if streams and unrolled > 1 else 0, LINE_BYTES):
+            for line in range(0, vectors * isa.vector_bytes if streams and unrolled > 1 else 0, LINE):
                 soon = f.offset(packed, STREAM_AHEAD_BYTES + line)
                 f.do(f"call void @llvm.prefetch.p0(ptr {soon}, i32 0, i32 3, i32 1)")
             for r in range(rows):
@@ -197,8 +197,8 @@ def build_read(isa: Isa) -> Function:
     """
     f = Function("read", [("ptr", "source"), ("i64", "num_bytes"), ("ptr", "target")])
     kind = f"<{isa.vector_width} x float>"
-    vectors = LINE_BYTES // isa.vector_bytes
-    with f.loop(0, "%num_bytes", LINE_BYTES, [(kind, constant(isa.vector_width, 0.0))] * vectors) as loop:
+    vectors = LINE // isa.vector_bytes
+    with f.loop(0, "%num_bytes", LINE, [(kind, constant(isa.vector_width, 0.0))] * vectors) as loop:
         here = f.offset("%source", loop.index)
         f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(here, READ_AHEAD_BYTES)}, i32 0, i32 2, i32 1)")
         loop.following = [

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from ..memory import LINE
 from .compile import kernel
 from .context import (
     CLEAR,
@@ -36,7 +37,6 @@ MAX_PANELS = 8
 STEPS_AN_ITEM = 1024
 # Bytes of weights that are prefetched before those in hand.
 BYTES_AHEAD = 2048
-LINE = 64
 
 
 class Product(NamedTuple):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numba
 
+from ..memory import LINE
 from .attend import Spare, State
 from .compile import kernel
 from .context import COLUMN_STEP, INTERLEAVE, K_PACK, KEY_PADDING, LANE_GROUP, NATIVE, NATIVE_BYTES
@@ -13,9 +14,6 @@ from .problem import unpack
 from .rows import padded_width
 from .schedule import KEY_TILE
 from .source import ROWS_AHEAD, RowSource
-
-# Every piece of memory starts on a cache line.
-LINE = 64
 
 
 class Scratch(NamedTuple):
