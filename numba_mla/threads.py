@@ -16,10 +16,12 @@ import llvmlite.binding
 import numba
 from numba.core import config
 from numba.core.compiler_lock import global_compiler_lock
+from numba.np.ufunc import parallel
 
 from .checks import check_count
 from .codegen.link import link_lock
 
+NOT_STARTED = "not started"
 _asked: ContextVar[int | None] = ContextVar("numba_mla_threads", default=None)
 # Numba's workqueue layer ends the process when two threads launch at once. The lock is reentrant for the sake
 # of signal handlers, whose calls may come before the kernel that another call of their thread is about to launch.
@@ -80,18 +82,22 @@ def num_threads() -> int:
     asked = _asked.get()
     if asked is not None:
         return min(asked, config.NUMBA_NUM_THREADS)
-    with _launch_lock:
-        _start_layer()
-        return numba.get_num_threads()
+    if threading_layer() == NOT_STARTED:
+        with _launch_lock:
+            _start_layer()
+    # What numba.get_num_threads asks, without the lock of processes that it takes each time, although the threads
+    # are started: an interrupt there may leave it locked for ever.
+    return parallel._get_num_threads()  # type: ignore[attr-defined] # set once threads are started
 
 
-@cache
 def _start_layer() -> None:
-    """Start Numba's threads from a thread that ends.
+    """Start Numba's threads, once; OpenMP's from a thread that ends.
 
-    Its OpenMP layer sets the count of the thread that starts it, and torch may run on the same OpenMP library.
+    That layer sets the count of the thread that starts it, and torch may run on the same OpenMP library.
     """
-    if not load_tbb():
+    if load_tbb():
+        numba.get_num_threads()
+    else:
         starter = threading.Thread(target=numba.get_num_threads)
         starter.start()
         starter.join()
@@ -137,7 +143,7 @@ def threading_layer() -> str:
     try:
         return numba.threading_layer()
     except ValueError:
-        return "not started"
+        return NOT_STARTED
 
 
 @contextlib.contextmanager

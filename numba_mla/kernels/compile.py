@@ -60,6 +60,8 @@ class _ContentCache(_Cache):
             return None
 
     def save_overload(self, sig, data):
+        if data.library.has_dynamic_globals:
+            return  # addresses of this process are in the code
         store.save(self._name(sig, data.codegen), dumps(data._reduce()))
 
     def enable(self):
