@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +22,7 @@ _LARGEST_SCALE = float(np.finfo(np.float32).max) / 2
 
 # Kernels compare positions as int32.
 MAX_POSITIONS = 2**31 - 1
+_INTEGERS = (np.dtype(np.int64), np.dtype(np.int32))
 # Far above what slices of one buffer take; the question is NP-hard for strides of every kind.
 _OVERLAP_WORK = 100_000
 
@@ -96,7 +97,10 @@ def check_array(name: str, x: Any, shape: Shape, dtypes: Sequence[np.dtype] = FL
 def _check_shape(name: str, x: np.ndarray, shape: Shape) -> np.ndarray:
     if x.shape == shape:
         return x
-    fits = x.ndim == len(shape) and all(isinstance(n, str) or n == m for n, m in zip(shape, x.shape, strict=True))
+    fits = x.ndim == len(shape)
+    if fits:
+        for wanted, found in zip(shape, x.shape, strict=True):
+            fits = fits and (wanted == found or isinstance(wanted, str))
     if not fits:
         wanted = "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
         raise ValueError(f"{name}: expected shape {wanted}, got {describe(x)}")
@@ -113,6 +117,8 @@ def _check_plain(name: str, x: Any) -> None:
 
 def check_integers(name: str, x: Any, shape: Shape) -> np.ndarray:
     """Metadata, an integer array or list of the given shape, as a new int64 array."""
+    if type(x) is np.ndarray and x.dtype in _INTEGERS:
+        return _check_shape(name, np.array(x, np.int64, order="C"), shape)
     _check_plain(name, x)
     try:
         array = np.asarray(x)
@@ -139,10 +145,15 @@ def check_output(name: str, x: Any, shape: Shape, dtypes: Sequence[np.dtype],
     """An array to write the result to: its shape and element type, writable, apart from the inputs."""
     check_array(name, x, shape, dtypes)
     check_writable(name, x)
-    for other, array in inputs.items():
-        if overlap(x, array):
-            raise ValueError(f"{name}: expected memory apart from {other}'s, got an array that overlaps it")
+    check_apart(name, x, inputs)
     return x
+
+
+def check_apart(name: str, x: np.ndarray, inputs: Mapping[str, np.ndarray | None]) -> None:
+    """An output that shares no memory with the inputs."""
+    for other, array in inputs.items():
+        if array is not None and overlap(x, array):
+            raise ValueError(f"{name}: expected memory apart from {other}'s, got an array that overlaps it")
 
 
 def check_writable(name: str, x: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from .codegen.module import peak_flops
 from .kernels.probe import run_peak, run_read
 from .memory import LINE
 from .runtime import context_for, select_isa
-from .threads import launching, num_threads
+from .threads import launch, num_threads
 
 _SLICE_S = 5e-3
 _READ_BYTES = 1 << 28
@@ -77,13 +77,11 @@ class Yardstick:
             self._memory = np.ones(_READ_BYTES, np.uint8)
         each = _READ_BYTES // self._threads // LINE * LINE
         start = perf_counter()
-        with launching():
-            run_read(self._context, self._memory.ctypes.data, each, self._targets.ctypes.data, self._threads)
+        launch(run_read, self._context, self._memory.ctypes.data, each, self._targets.ctypes.data, self._threads)
         self.read_gbps = max(self.read_gbps, each * self._threads / (perf_counter() - start) * 1e-9)
         return self.read_gbps
 
     def _run_peak(self, turns: int) -> float:
         start = perf_counter()
-        with launching():
-            run_peak(self._context, self._operand.ctypes.data, turns, self._targets.ctypes.data, self._threads)
+        launch(run_peak, self._context, self._operand.ctypes.data, turns, self._targets.ctypes.data, self._threads)
         return perf_counter() - start

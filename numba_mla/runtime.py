@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numba.core import config
@@ -101,6 +102,13 @@ def _select(host: Host, dtype: str | None, forced: str | None) -> Isa:
     return isas.select(host, dtype, forced)
 
 
+def isa_choice(argument: str | None) -> tuple:
+    """All that decides a call's instruction set: its argument, ``use_isa``, ``NUMBA_MLA_ISA``, emulated tiles."""
+    if argument is None:
+        argument = _forced.get() or os.environ.get("NUMBA_MLA_ISA")
+    return argument, _emulating[0] > 0
+
+
 def select_isa(argument: str | None = None, dtype: str | None = None) -> Isa:
     """The record for a call: its own argument, else ``use_isa``, else ``NUMBA_MLA_ISA``, else the best.
 
@@ -124,22 +132,34 @@ def context_for(argument: str | None = None, dtype: str | None = None) -> np.nda
     return build_context(select_isa(argument, dtype), host().triple)
 
 
+class Memory(NamedTuple):
+    """Bytes from a cache line's boundary on, and the array that they belong to."""
+
+    array: np.ndarray
+    address: int
+    size: int
+
+
+def _place(num_bytes: int) -> Memory:
+    array = np.empty(num_bytes + LINE, np.uint8)
+    return Memory(array, -(-address(array) // LINE) * LINE, num_bytes)
+
+
 class _Workspace(threading.local):
     """A thread's own memory for kernels, kept between calls and grown when a call needs more."""
 
     def __init__(self) -> None:
-        self.memory = np.empty(0, np.uint8)
+        self.kept = _place(0)
 
-    def reserve(self, num_bytes: int) -> np.ndarray:
-        """That many bytes from a cache line's boundary on.
+    def reserve(self, num_bytes: int) -> Memory:
+        """At least that many bytes.
 
         The caller keeps the array while a kernel uses its address: this object may let go of the memory before,
         when a signal handler's call grows it, or when the interpreter ends under a thread that computes.
         """
-        if self.memory.size < num_bytes + LINE:
-            self.memory = np.empty(num_bytes + LINE, np.uint8)
-        start = -address(self.memory) % LINE
-        return self.memory[start : start + num_bytes]
+        if self.kept.size < num_bytes:
+            self.kept = _place(num_bytes)
+        return self.kept
 
 
 workspace = _Workspace()

@@ -8,12 +8,16 @@ import importlib.metadata
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
 import llvmlite.binding
 import numba
+
+# Numba imports it in its first call: a fork meanwhile would leave a child waiting for that import to end.
+import numpy.ma  # noqa: F401
 from numba.core import config
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc import parallel
@@ -26,6 +30,8 @@ _asked: ContextVar[int | None] = ContextVar("numba_mla_threads", default=None)
 # Numba's workqueue layer ends the process when two threads launch at once. The lock is reentrant for the sake
 # of signal handlers, whose calls may come before the kernel that another call of their thread is about to launch.
 _launch_lock = threading.RLock()
+# Whether Numba's threads have been started: its own word for the layer comes earlier.
+_started: list[bool] = []
 # In the order in which a call takes them: this module's, and those of compilers.
 _fork_locks = (_launch_lock, link_lock, global_compiler_lock, llvmlite.binding.ffi.lib._lock)
 _held_for_fork = contextlib.ExitStack()
@@ -82,9 +88,7 @@ def num_threads() -> int:
     asked = _asked.get()
     if asked is not None:
         return min(asked, config.NUMBA_NUM_THREADS)
-    if threading_layer() == NOT_STARTED:
-        with _launch_lock:
-            _start_layer()
+    _start_layer()
     # What numba.get_num_threads asks, without the lock of processes that it takes each time, although the threads
     # are started: an interrupt there may leave it locked for ever.
     return parallel._get_num_threads()  # type: ignore[attr-defined] # set once threads are started
@@ -95,12 +99,16 @@ def _start_layer() -> None:
 
     That layer sets the count of the thread that starts it, and torch may run on the same OpenMP library.
     """
-    if load_tbb():
-        numba.get_num_threads()
-    else:
-        starter = threading.Thread(target=numba.get_num_threads)
-        starter.start()
-        starter.join()
+    if _started:
+        return
+    with _launch_lock:
+        if load_tbb():
+            numba.get_num_threads()
+        else:
+            starter = threading.Thread(target=numba.get_num_threads)
+            starter.start()
+            starter.join()
+        _started.append(True)
 
 
 @cache
@@ -146,14 +154,11 @@ def threading_layer() -> str:
         return NOT_STARTED
 
 
-@contextlib.contextmanager
-def launching() -> Iterator[None]:
-    """Around the launch of a parallel kernel: threads started before the first, one at a time on workqueue."""
+def launch(parallel_kernel: Callable, *arguments: Any) -> Any:
+    """Run a parallel kernel: threads started before the first, one kernel at a time on workqueue."""
     _launching_process()
-    with _launch_lock:
-        _start_layer()
+    _start_layer()
     if threading_layer() in ("tbb", "omp"):
-        yield
-        return
+        return parallel_kernel(*arguments)
     with _launch_lock:
-        yield
+        return parallel_kernel(*arguments)

@@ -121,7 +121,7 @@ def test_scratch_memory_full_of_nan_changes_nothing(isa, rng, dtype):
 
     expected = answers()
     for byte in (0xFF, 0x7F):  # NaN, and large numbers
-        workspace.memory[:] = byte
+        workspace.kept.array[:] = byte
         assert answers() == expected
 
 

@@ -71,7 +71,8 @@ def guarded_internals(side):
     line = 64
 
     def reserve(self, num_bytes):
-        return guarded_bytes(-(-num_bytes // line) * line, side)
+        memory = guarded_bytes(-(-num_bytes // line) * line, side)
+        return runtime.Memory(memory, memory.ctypes.data, memory.size)
 
     def check_and_guard(*arguments):
         return guarded(check_integers(*arguments), side)

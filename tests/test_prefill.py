@@ -52,7 +52,7 @@ def test_queries_far_before_the_first_key_are_empty(isa, rng):
     """More of them than a split has keys; what scratch memory held before is not taken for a state."""
     problem = prefill_problem(rng, 1, [1100], [2], 24, 16)
     numba_mla.prefill(**problem)
-    workspace.memory[:] = 0xFF  # NaN
+    workspace.kept.array[:] = 0xFF  # NaN
     out, lse = assert_prefills(problem)
     assert (out[:1098] == 0).all()
     assert (lse[:1098] == -np.inf).all()

@@ -73,6 +73,7 @@ def build_module(isa: Isa, triple: str) -> str:
         rows.build_scale_columns(isa),
         rows.build_any_nonfinite(isa),
         rows.build_list_rows(isa),
+        rows.build_prefetch(),
         rows.build_clear(),
         rows.build_copy(),
         *(rows.build_widen(isa, element) for element in FORMATS),

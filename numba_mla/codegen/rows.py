@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..isa import Isa
+from ..memory import LINE
 from .text import Function
 from .vector import FORMATS, ElementFormat, constant, multiply_add
 
@@ -232,8 +233,11 @@ def build_finish(isa: Isa, element: ElementFormat) -> Function:
         start = f.value(f"and i64 %n, {-step}")
         with f.loop(0, start, step) as pair:
             at = f.value(f"shl i64 {pair.index}, 2")
-            for half, vector in enumerate(load_ordered(f, isa, f.offset("%row", at))):
-                put(isa.vector_width, at if half == 0 else f.value(f"add i64 {at}, {isa.vector_bytes}"), vector)
+            if element.name == isa.native:
+                _finish_native_step(f, isa, at)
+            else:
+                for half, vector in enumerate(load_ordered(f, isa, f.offset("%row", at))):
+                    put(isa.vector_width, at if half == 0 else f.value(f"add i64 {at}, {isa.vector_bytes}"), vector)
         with f.loop(start, "%n", step) as last:
             pointer = f.offset("%row", f.value(f"shl i64 {last.index}, 2"))
             for half, vector in enumerate(load_ordered(f, isa, pointer)):
@@ -246,13 +250,33 @@ def build_finish(isa: Isa, element: ElementFormat) -> Function:
     return f
 
 
-def load_ordered(f: Function, isa: Isa, pointer: str) -> list[str]:
-    """Two vectors of sums from the order in which a value step brings columns to that of memory.
+def _finish_native_step(f: Function, isa: Isa, at: str) -> None:
+    """Two vectors of sums to bfloat16 by the instruction, which flushes subnormal numbers, and then in order."""
+    width = isa.vector_width
+    kind, native = f"<{width} x float>", f"<{width} x bfloat>"
+    factor, zero = f.splat(width, "float", "%factor"), constant(width, 0.0)
+    halves = []
+    for half in range(2):
+        x = f.load(kind, f.offset(f.offset("%row", at), half * isa.vector_bytes))
+        x = f.value(f"fadd {kind} {f.value(f'fmul {kind} {x}, {factor}')}, {zero}")
+        halves.append(f.value(f"fptrunc {kind} {x} to {native}"))
+    order = ", ".join(f"i32 {n}" for n in _step_order(width))
+    both = f.value(f"shufflevector {native} {halves[0]}, {native} {halves[1]}, <{2 * width} x i32> <{order}>")
+    f.store(f"<{2 * width} x bfloat>", both, f.offset("%target", f.value(f"lshr i64 {at}, 1")))
 
-    A step of two keys interleaves the low, then the high halves of each 128 bits of their rows.
+
+def _step_order(width: int) -> list[int]:
+    """Where each column's sum is, of two vectors of them, after steps of two keys.
+
+    Such a step interleaves the low, then the high halves of each 128 bits of its rows.
     """
+    return [4 * (c // 8) + c % 4 + (width if c % 8 >= 4 else 0) for c in range(2 * width)]
+
+
+def load_ordered(f: Function, isa: Isa, pointer: str) -> list[str]:
+    """Two vectors of sums from the order in which a value step brings columns to that of memory."""
     width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
-    place = [4 * (c // 8) + c % 4 + (width if c % 8 >= 4 else 0) for c in range(2 * width)]
+    place = _step_order(width)
     both = ", ".join(f"{kind} {f.load(kind, f.offset(pointer, half * isa.vector_bytes))}" for half in range(2))
     halves = [", ".join(f"i32 {n}" for n in place[half * width : (half + 1) * width]) for half in range(2)]
     return [f.value(f"shufflevector {both}, <{width} x i32> <{half}>") for half in halves]
@@ -273,6 +297,14 @@ def build_list_rows(isa: Isa) -> Function:
     with f.loop(whole, "%count", 1) as row:
         address = f.value(f"add i64 %first, {f.value(f'mul i64 {row.index}, %stride')}")
         f.store("i64", address, f.offset("%rows", f.value(f"shl i64 {row.index}, 3")))
+    return f
+
+
+def build_prefetch() -> Function:
+    """Ask for ``num_bytes`` that will be read soon, or written (``prefetch_target``)."""
+    f = Function("prefetch", [("ptr", "source"), ("i64", "num_bytes")])
+    with f.loop(0, "%num_bytes", LINE) as line:
+        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset('%source', line.index)}, i32 0, i32 3, i32 1)")
     return f
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numba
+import numpy as np
 
 from .attend import Lanes, attend
 from .combine import clear, merge
@@ -15,9 +16,11 @@ from .context import (
     COPY,
     FINISH,
     K_PACK,
+    LANE_GROUP,
     NARROW,
     NATIVE_BYTES,
     PACK,
+    PREFETCH,
     RELEASE_TILES,
     VECTOR_WIDTH,
 )
@@ -40,9 +43,11 @@ from .schedule import (
     REQUEST,
     SLOT,
     last_seen,
+    plan_attention,
 )
-from .scratch import dot_steps, key_source, lay_out, padded_columns, state_at, value_source
+from .scratch import dot_steps, key_source, lay_out, padded_columns, state_at, value_source, workspace_bytes
 from .source import fetch
+from .validity import DONE, refuse
 
 LOG2_E = 1 / math.log(2)
 
@@ -67,6 +72,28 @@ def _fill_steps(context, p, padded_lanes, scratch):
 
 
 @kernel
+def _prefetch_queries(context, p, group, first_token, start, stop):
+    """Ask for some lanes' queries, which come from far away, before they are packed."""
+    for lane in range(group[FIRST_LANE] + start, group[FIRST_LANE] + min(stop, group[NUM_LANES])):
+        token = lane // p.group_heads
+        row, column = first_token + token, group[FIRST_HEAD] + lane - token * p.group_heads
+        size = context[NATIVE_BYTES]
+        call(context[PREFETCH], (p.q + row * p.q_token_stride + column * p.q_head_stride, size * p.q_split))
+        rotary = p.q_pe + row * p.q_pe_token_stride + column * p.q_pe_head_stride
+        call(context[PREFETCH], (rotary, size * (p.width - p.q_split)))
+
+
+@kernel
+def _prefetch_outputs(context, p, group, first_token):
+    """Ask for the memory that a group's result will be written to, which a store would wait for."""
+    for lane in range(group[FIRST_LANE], group[FIRST_LANE] + group[NUM_LANES]):
+        token = lane // p.group_heads
+        row, column = first_token + token, group[FIRST_HEAD] + lane - token * p.group_heads
+        target = p.out + row * p.out_token_stride + column * p.out_head_stride
+        call(context[PREFETCH], (target, p.out_bytes * p.value_width))
+
+
+@kernel
 def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
     """Read a lane group's queries into [dot step][lane], and note what each lane sees."""
     vector = context[VECTOR_WIDTH]
@@ -75,7 +102,9 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
     latent, rotary = scratch.key_rows, scratch.spare.rows
     token = first_lane // p.group_heads
     head = first_lane - token * p.group_heads
+    _prefetch_queries(context, p, group, first_token, 0, 2 * vector)
     for block in range(0, padded, vector):
+        _prefetch_queries(context, p, group, first_token, block + 2 * vector, block + 3 * vector)
         for i in range(vector):
             store_i32(scratch.low + 4 * (block + i), 0)
             store_i32(scratch.high + 4 * (block + i), last_seen(token, seq_len, num_new, p.causal) + 1)
@@ -195,7 +224,9 @@ def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots,
     head = group[FIRST_HEAD]
     sources = key_source(context, p, head, scratch), value_source(context, p, head, scratch)
     result = scratch.states
-    if item[SLOT] >= 0:
+    if item[SLOT] < 0:
+        _prefetch_outputs(context, p, group, first_token)
+    else:
         result = slots + item[SLOT] * scratch.state_bytes
     _attend_run(context, p, sources, table, group, lanes, item, result, scratch, exponent_scale)
     if item[SLOT] >= 0:
@@ -208,10 +239,10 @@ def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots,
 
 
 @kernel
-def _work(worker, context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc, table, items, groups,
+def _work(worker, context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items, groups,
           longest_run, next_item, workspace, num_workers):  # fmt: skip
     """One worker: take items until there are none."""
-    p = unpack(packed_problem)
+    p = unpack(packed)
     size = lay_out(context, p, longest_run, numba.int64(0)).end
     scratch = lay_out(context, p, longest_run, workspace + worker * size)
     for at in range(scratch.zeros, scratch.states, 8):
@@ -230,18 +261,80 @@ def _work(worker, context, packed_problem, score_scale, value_scale, seq_lens, q
 
 
 @kernel
-def attention_serial(context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc, table, items,
-                     groups, longest_run, next_item, workspace, num_workers):  # fmt: skip
-    """All items in the calling thread, as the only worker."""
-    _work(numba.int64(0), context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc, table, items,
-          groups, longest_run, next_item, workspace, num_workers)  # fmt: skip
+def _plan(context, packed, seq_lens, query_start_loc, num_workers):
+    """The plan of a call, the workers that it keeps busy, and the bytes of workspace that they need."""
+    p = unpack(packed)
+    items, groups, num_slots, longest_run = plan_attention(
+        seq_lens, query_start_loc, p.num_heads, p.group_heads, context[LANE_GROUP], context[VECTOR_WIDTH], p.causal,
+        num_workers,
+    )  # fmt: skip
+    busy = min(num_workers, len(items))
+    return items, groups, longest_run, busy, workspace_bytes(context, p, longest_run, num_slots, busy)
+
+
+@kernel
+def attention_serial(context, packed, apart, score_scale, value_scale, seq_lens, query_start_loc, table, checks,
+                     workspace, workspace_size, num_workers):  # fmt: skip
+    """Check, plan, and run all items in the calling thread; as ``attention_parallel``."""
+    status = refuse(packed, apart, seq_lens, query_start_loc, table, checks)
+    if status != DONE:
+        return status
+    items, groups, longest_run, workers, needed = _plan(context, packed, seq_lens, query_start_loc, numba.int64(1))
+    if needed > workspace_size:
+        return needed
+    if workers > 0:
+        _work(numba.int64(0), context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items,
+              groups, longest_run, np.zeros(1, np.int64), workspace, numba.int64(1))  # fmt: skip
+    return DONE
 
 
 @kernel(parallel=True)
-def attention_parallel(context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc, table, items,
-                       groups, longest_run, next_item, workspace, num_workers):  # fmt: skip
-    """All items, by as many workers as asked for."""
-    for worker in numba.prange(num_workers):
+def attention_parallel(context, packed, apart, score_scale, value_scale, seq_lens, query_start_loc, table,
+                       checks, workspace, workspace_size, num_workers):  # fmt: skip
+    """Check, plan, and run all items, by as many workers as asked for.
+
+    All in one call, so that what Python does before and after a kernel, which finds the caches full of the
+    kernel's data, is as little as can be.
+
+    Parameters
+    ----------
+    context : int64 array
+        The instruction set's table.
+    packed : int64 array
+        The problem.
+    apart : int64 (n, 4)
+        Arrays and outputs that must not meet, as ``may_meet`` has it.
+    score_scale, value_scale : float
+        Factors on scores and values.
+    seq_lens, query_start_loc, table : int64 arrays
+        Metadata, not yet checked.
+    checks : int
+        Which of them to check: STARTS, PAGES or NEW_TOKENS.
+    workspace : address
+    workspace_size : int
+        Its bytes.
+    num_workers : int
+        Threads.
+
+    Returns
+    -------
+    int
+        DONE; or the bytes of workspace that the call needs, if that is more than it has; or why it is
+        refused, MAY_MEET or BAD_METADATA. Nothing is written then.
+    """
+    status = refuse(packed, apart, seq_lens, query_start_loc, table, checks)
+    if status != DONE:
+        return status
+    items, groups, longest_run, workers, needed = _plan(context, packed, seq_lens, query_start_loc, num_workers)
+    if needed > workspace_size:
+        return needed
+    next_item = np.zeros(1, np.int64)
+    if workers == 1:
+        _work(numba.int64(0), context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items,
+              groups, longest_run, next_item, workspace, workers)  # fmt: skip
+        return DONE
+    for worker in numba.prange(workers):
         # prange counts in unsigned integers, for which all that is called would be compiled again.
-        _work(numba.int64(worker), context, packed_problem, score_scale, value_scale, seq_lens, query_start_loc,
-              table, items, groups, longest_run, next_item, workspace, num_workers)  # fmt: skip
+        _work(numba.int64(worker), context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items,
+              groups, longest_run, next_item, workspace, workers)  # fmt: skip
+    return DONE

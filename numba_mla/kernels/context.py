@@ -25,7 +25,8 @@ LANE_GROUP, KEY_PADDING, GRANULE = range(6, 9)
 SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS = range(9, 18)
 ANY_NONFINITE = 18
 CLEAR, COPY, PEAK, READ = range(19, 23)
-LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(23, 28)
+PREFETCH = 23
+LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(24, 29)
 _ALONE = {
     SCORE: "score",
     WEIGH_VALUES: "weigh_values",
@@ -37,6 +38,7 @@ _ALONE = {
     SCALE: "scale",
     SCALE_COLUMNS: "scale_columns",
     ANY_NONFINITE: "any_nonfinite",
+    PREFETCH: "prefetch",
     CLEAR: "clear",
     COPY: "copy",
     PEAK: "peak",
@@ -48,7 +50,7 @@ _ALONE = {
     RELEASE_TILES: "release_tiles",
 }
 # Families of functions, by element code.
-WIDEN = 28
+WIDEN = 29
 WIDEN_PAIRS = WIDEN + _MAX_FORMATS
 TO_NATIVE = WIDEN_PAIRS + _MAX_FORMATS
 NARROW = TO_NATIVE + _MAX_FORMATS

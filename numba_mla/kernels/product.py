@@ -27,6 +27,7 @@ from .context import (
 )
 from .memory import call, fetch_add, store_i64
 from .rows import native_row, padded_width
+from .validity import DONE, MAY_MEET, may_meet
 
 # Rows of a and elements of k that one pass takes: a's rows and a panel stay in the second-level cache. k is cut
 # for the cache alone: sums go on where they stopped.
@@ -206,7 +207,7 @@ def _run_item(context, p, item, scale, scratch):
 
 
 @kernel
-def count_items(context, packed):
+def _count_items(context, packed):
     """Work items of a call."""
     p = unpack(packed)
     panels = -(-p.num_columns // panel_width(context))
@@ -230,14 +231,35 @@ def _work(worker, context, packed, scale, num_items, next_item, workspace):
 
 
 @kernel
-def product_serial(context, packed, scale, num_items, next_item, workspace, num_workers):
-    """All items in the calling thread."""
-    _work(numba.int64(0), context, packed, scale, num_items, next_item, workspace)
+def product_serial(context, packed, apart, scale, workspace, workspace_size, num_workers):
+    """Check, and run all items in the calling thread; as ``product_parallel``."""
+    if may_meet(packed, apart):
+        return MAY_MEET
+    needed = workspace_bytes(context, numba.int64(1))
+    if needed > workspace_size:
+        return needed
+    _work(numba.int64(0), context, packed, scale, _count_items(context, packed), np.zeros(1, np.int64), workspace)
+    return DONE
 
 
 @kernel(parallel=True)
-def product_parallel(context, packed, scale, num_items, next_item, workspace, num_workers):
-    """All items, by as many workers as asked for."""
-    for worker in numba.prange(num_workers):
+def product_parallel(context, packed, apart, scale, workspace, workspace_size, num_workers):
+    """Check, and run all items, by as many workers as asked for.
+
+    As ``attention_parallel``, with its results: DONE, MAY_MEET, or bytes of workspace.
+    """
+    if may_meet(packed, apart):
+        return MAY_MEET
+    num_items = _count_items(context, packed)
+    workers = min(num_workers, num_items)
+    needed = workspace_bytes(context, workers)
+    if needed > workspace_size:
+        return needed
+    next_item = np.zeros(1, np.int64)
+    if workers == 1:
+        _work(numba.int64(0), context, packed, scale, num_items, next_item, workspace)
+        return DONE
+    for worker in numba.prange(workers):
         # prange counts in unsigned integers, for which all that is called would be compiled again.
         _work(numba.int64(worker), context, packed, scale, num_items, next_item, workspace)
+    return DONE

@@ -17,6 +17,8 @@ KEY_TILE = 256
 KV_SPLIT = 1024
 # Items a worker should find at least, so that taking them one by one evens the load out.
 ITEMS_PER_WORKER = 12
+# How finely items are told apart by what they cost.
+NUM_RANKS = 1024
 
 # Columns of a lane group: its request and heads, its lanes, one past the last key that any of them sees; the
 # first partial slot of a group of several items, how many these are, and how many of them are not done yet.
@@ -144,16 +146,26 @@ def _count_items(groups):
 
 
 @kernel
-def _plan(seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers):
-    groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
-    # Too few items to go round: smaller lane groups make more of them.
-    while num_workers > 1 and lane_group > least_lanes and _count_items(groups) < 2 * num_workers:
-        lane_group //= 2
-        groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
-    items, costs, num_slots, longest_run = _cut_groups(groups, num_workers)
-    return items, costs, groups, num_slots, longest_run
+def _sort(items, costs):
+    """The items from the costliest to the cheapest, to a part in NUM_RANKS; equal ranks stay in order."""
+    largest = np.int64(1)
+    for cost in costs:
+        largest = max(largest, cost)
+    place = np.zeros(NUM_RANKS + 1, np.int64)
+    for cost in costs:
+        place[(largest - cost) * (NUM_RANKS - 1) // largest + 1] += 1
+    for rank in range(NUM_RANKS):
+        place[rank + 1] += place[rank]
+    ordered = np.empty_like(items)
+    for item in range(len(items)):
+        rank = (largest - costs[item]) * (NUM_RANKS - 1) // largest
+        for column in range(ITEM_SIZE):
+            ordered[place[rank], column] = items[item, column]
+        place[rank] += 1
+    return ordered
 
 
+@kernel
 def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers):
     """Plan a call: its work items, the heaviest first.
 
@@ -181,7 +193,10 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
     longest_run : int
         Splits of the longest item.
     """
-    items, costs, groups, num_slots, longest_run = _plan(
-        seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers
-    )
-    return items[np.argsort(-costs, kind="stable")], groups, num_slots, longest_run
+    groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
+    # Too few items to go round: smaller lane groups make more of them.
+    while num_workers > 1 and lane_group > least_lanes and _count_items(groups) < 2 * num_workers:
+        lane_group //= 2
+        groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
+    items, costs, num_slots, longest_run = _cut_groups(groups, num_workers)
+    return _sort(items, costs), groups, num_slots, longest_run

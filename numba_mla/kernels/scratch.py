@@ -10,7 +10,6 @@ from ..memory import LINE
 from .attend import Spare, State
 from .compile import kernel
 from .context import COLUMN_STEP, INTERLEAVE, K_PACK, KEY_PADDING, LANE_GROUP, NATIVE, NATIVE_BYTES
-from .problem import unpack
 from .rows import padded_width
 from .schedule import KEY_TILE
 from .source import ROWS_AHEAD, RowSource
@@ -136,7 +135,7 @@ def state_at(context, scratch, address):
 
 
 @kernel
-def workspace_bytes(context, packed_problem, longest_run, num_slots, num_workers):
+def workspace_bytes(context, p, longest_run, num_slots, num_workers):
     """Bytes that a planned call needs for its workers and its partial results."""
-    scratch = lay_out(context, unpack(packed_problem), longest_run, numba.int64(0))
+    scratch = lay_out(context, p, longest_run, numba.int64(0))
     return num_workers * scratch.end + num_slots * scratch.state_bytes

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from ..checks import address, check_array, check_count, check_flag, check_integers, check_scale, dense_rows, describe
+from ..checks import check_array, check_count, check_flag, check_integers, check_scale, dense_rows, describe
 from ..kernels.problem import Problem
-from ..runtime import context_for
+from ..kernels.validity import BAD_METADATA, NEW_TOKENS, PAGES, STARTS
+from ..runtime import context_for, isa_choice
 from .elements import CODES
-from .launch import prepare_outputs, run_attention
-from .pages import check_block_table, check_pages, check_row_dtype
+from .forms import Forms, form_of
+from .launch import Arrays, AttentionCall, Prepared, attention_call, known_call, prepare_outputs, run_attention
+from .pages import check_pages, check_row_dtype, check_used_pages, read_block_table
 
-
-class _Queries(NamedTuple):
-    """Checked queries: the latent and the rotary part, which may be views of one array."""
-
-    latent: np.ndarray
-    rotary: np.ndarray
+_calls: Forms[AttentionCall] = Forms()
 
 
 def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache_scale=None, out=None, lse=None,
@@ -82,11 +77,10 @@ def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache
     >>> out.shape, float(np.exp(lse[0, 0]).round(3))
     ((1, 3, 4), 5.0)
     """
-    queries = _check_queries(q, "B", kv_lora_rank)
-    num_requests = len(queries.latent)
-    lengths = check_integers("seq_lens", seq_lens, (num_requests,))
-    starts = np.arange(num_requests + 1)
-    return _attend(queries, kv_cache, block_table, lengths, starts, scale, cache_scale, False, out, lse, isa, validate)
+    lengths = check_integers("seq_lens", seq_lens, ("B",))
+    prepared = _prepare(lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, False, out, lse, isa)
+    checks = PAGES if check_flag("validate", validate) else STARTS
+    return _attend(prepared, block_table, lengths, np.arange(len(lengths) + 1), checks)
 
 
 def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lora_rank=512, cache_scale=None,
@@ -151,72 +145,108 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
     >>> np.exp(lse[:, 0]).round(3).tolist()
     [3.0, 4.0, 5.0]
     """
-    queries = _check_queries(q, "T", kv_lora_rank)
-    starts = check_start_locations("query_start_loc", query_start_loc, len(queries.latent), "q")
-    causal = check_flag("causal", causal)
-    lengths = check_integers("seq_lens", seq_lens, (len(starts) - 1,))
-    if check_flag("validate", validate):
-        short = np.flatnonzero((lengths < np.diff(starts)) & (np.diff(starts) > 0))
-        if len(short):
-            r = int(short[0])
-            raise ValueError(
-                f"seq_lens: expected the new tokens to be counted, got seq_len {lengths[r]} with "
-                f"{starts[r + 1] - starts[r]} new tokens in request {r}"
-            )
-    return _attend(queries, kv_cache, block_table, lengths, starts, scale, cache_scale, causal, out, lse, isa,
-                   validate)  # fmt: skip
+    prepared = _prepare(None, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa)
+    starts = check_integers("query_start_loc", query_start_loc, ("B + 1",))
+    lengths = check_integers("seq_lens", seq_lens, ("B",))
+    if len(lengths) != len(starts) - 1:
+        check_start_locations("query_start_loc", starts, len(prepared.arrays.q), "q")
+        check_integers("seq_lens", lengths, (len(starts) - 1,))
+    checks = NEW_TOKENS if check_flag("validate", validate) else STARTS
+    return _attend(prepared, block_table, lengths, starts, checks)
 
 
-def _check_queries(q, tokens: str, kv_lora_rank: int) -> _Queries:
-    """The two parts of the queries, elements of a row side by side."""
+def _prepare(lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa) -> Prepared:
+    """Check a call's arguments, or know their form, and make its outputs; ``lengths`` are one a token, or None."""
+    parts = tuple(q) if isinstance(q, (tuple, list)) else (q,)
+    form = form_of(*parts, isinstance(q, np.ndarray), kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse,
+                   isa_choice(isa), None if lengths is None else len(lengths))  # fmt: skip
+    call = _calls.find(form)
+    if call is None:
+        return _check(form, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa)
+    q_pe = parts[1] if len(parts) == 2 else None
+    return known_call(call, parts[0], q_pe, kv_cache, None, out, lse)
+
+
+def _check(form: tuple, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse,
+           isa) -> Prepared:  # fmt: skip
+    """Check a call's arguments; its form is remembered unless an array had to be copied."""
+    parts, rank, width = _check_queries(q, "T" if lengths is None else "B", kv_lora_rank)
+    latent, rotary = parts[0], parts[-1]
+    if lengths is not None:
+        check_integers("seq_lens", lengths, (len(latent),))
+    pages = check_pages(kv_cache, rank, width, cache_scale)
+    check_row_dtype("q", latent, pages)
+    scale = check_scale("scale", scale)
+    outputs = prepare_outputs(out, lse, (*latent.shape[:2], rank), latent.dtype)
+    problem = Problem(
+        0, latent.strides[0], latent.strides[1],
+        q_pe=0 if len(parts) == 2 else rank * latent.itemsize, q_pe_token_stride=rotary.strides[0],
+        q_pe_head_stride=rotary.strides[1], q_split=rank, q_element=CODES[latent.dtype],
+        num_heads=latent.shape[1], group_heads=latent.shape[1],
+        keys=0, key_page_stride=pages.page_stride, key_row_stride=pages.row_stride, key_head_stride=0,
+        values=0, value_page_stride=0, value_row_stride=0, value_head_stride=0,
+        row_element=pages.element, block_size=pages.block_size, width=width, value_width=rank,
+        causal=int(check_flag("causal", causal)), num_tokens=len(latent), num_pages=len(kv_cache), **outputs.fields(),
+    )  # fmt: skip
+    arrays = Arrays(latent, rotary if len(parts) == 2 else None, kv_cache, None, outputs.target, outputs.lse)
+    # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
+    call = attention_call(problem, scale * pages.scale, pages.scale, context_for(isa, pages.arithmetic(latent.dtype)),
+                          arrays)  # fmt: skip
+    given = q if isinstance(q, (tuple, list)) else (q,)
+    if all(part is x for part, x in zip(parts, given, strict=True)) and outputs.target is outputs.out:
+        _calls.keep(form, call)
+    return Prepared(call, arrays, outputs)
+
+
+def _check_queries(q, tokens: str, kv_lora_rank: int) -> tuple[tuple[np.ndarray, ...], int, int]:
+    """The queries or their two parts, elements of a row side by side; Dc, and Dc + Dr."""
     rank = check_count("kv_lora_rank", kv_lora_rank, 1)
     if isinstance(q, (tuple, list)):
         if len(q) != 2:
             raise ValueError(f"q: expected one array or the pair (q_latent, q_pe), got {len(q)} items")
         latent = check_array("q_latent", q[0], (tokens, "H", rank))
         rotary = check_array("q_pe", q[1], (*latent.shape[:2], "Dr"), (latent.dtype,))
-        latent, rotary = dense_rows(latent), dense_rows(rotary)
+        parts: tuple[np.ndarray, ...] = dense_rows(latent), dense_rows(rotary)
+        width = rank + rotary.shape[2]
     else:
-        whole = dense_rows(check_array("q", q, (tokens, "H", "Dc + Dr")))
-        if whole.shape[2] < rank:
-            raise ValueError(f"q: expected a width of at least kv_lora_rank = {rank}, got {describe(whole)}")
-        latent, rotary = whole[..., :rank], whole[..., rank:]
-    if latent.shape[1] == 0:
-        raise ValueError(f"q: expected at least one head, got {describe(latent)}")
-    return _Queries(latent, rotary)
+        parts = (dense_rows(check_array("q", q, (tokens, "H", "Dc + Dr"))),)
+        width = parts[0].shape[2]
+        if width < rank:
+            raise ValueError(f"q: expected a width of at least kv_lora_rank = {rank}, got {describe(parts[0])}")
+    if parts[0].shape[1] == 0:
+        raise ValueError(f"q: expected at least one head, got {describe(parts[0])}")
+    return parts, rank, width
 
 
-def check_start_locations(name: str, starts, num_tokens: int, owner: str) -> np.ndarray:
+def _attend(prepared: Prepared, block_table, lengths, starts, checks: int):
+    """Run, and say what is wrong with the metadata if they do not hold."""
+    call, arrays, outputs = prepared
+    table = read_block_table(block_table, len(lengths))
+    inputs = {"q": arrays.q} if arrays.q_pe is None else {"q_latent": arrays.q, "q_pe": arrays.q_pe}
+    status = run_attention(call, arrays, lengths, starts, table, checks, inputs | {"kv_cache": arrays.keys})
+    if status == BAD_METADATA:
+        check_start_locations("query_start_loc", starts, len(arrays.q), "q")
+        if checks == NEW_TOKENS:
+            _check_new_tokens(lengths, starts)
+        check_used_pages(table, arrays.keys, lengths)
+    return outputs.deliver()
+
+
+def _check_new_tokens(lengths: np.ndarray, starts: np.ndarray) -> None:
+    """Lengths that count the new tokens."""
+    short = np.flatnonzero((lengths < np.diff(starts)) & (np.diff(starts) > 0))
+    if len(short):
+        r = int(short[0])
+        raise ValueError(
+            f"seq_lens: expected the new tokens to be counted, got seq_len {lengths[r]} with "
+            f"{starts[r + 1] - starts[r]} new tokens in request {r}"
+        )
+
+
+def check_start_locations(name: str, starts: np.ndarray, num_tokens: int, owner: str) -> None:
     """Start locations, (B + 1,), that run from 0 to all tokens without falling."""
-    starts = check_integers(name, starts, ("B + 1",))
     if len(starts) < 1 or starts[0] != 0 or starts[-1] != num_tokens or (np.diff(starts) < 0).any():
         raise ValueError(
             f"{name}: expected to run from 0 to {num_tokens} (the tokens of {owner}) without falling, got "
             f"{np.array2string(starts, threshold=12, separator=', ')}"
         )
-    return starts
-
-
-def _attend(queries: _Queries, kv_cache, block_table, lengths, starts, scale, cache_scale, causal, out, lse, isa,
-            validate):  # fmt: skip
-    """Check the rest, and run."""
-    latent, rotary = queries
-    pages = check_pages(kv_cache, latent.shape[2], latent.shape[2] + rotary.shape[2], cache_scale)
-    check_row_dtype("q", latent, pages)
-    scale = check_scale("scale", scale)
-    table = check_block_table(block_table, pages, lengths, validate)
-    outputs = prepare_outputs(out, lse, latent.shape, latent.dtype,
-                              {"q_latent": latent, "q_pe": rotary, "kv_cache": kv_cache})  # fmt: skip
-    problem = Problem(
-        address(latent), latent.strides[0], latent.strides[1], address(rotary), rotary.strides[0], rotary.strides[1],
-        q_split=latent.shape[2], q_element=CODES[latent.dtype],
-        num_heads=latent.shape[1], group_heads=latent.shape[1],
-        keys=pages.address, key_page_stride=pages.page_stride, key_row_stride=pages.row_stride, key_head_stride=0,
-        values=0, value_page_stride=0, value_row_stride=0, value_head_stride=0,
-        row_element=pages.element, block_size=pages.block_size, width=pages.width, value_width=latent.shape[2],
-        causal=int(causal), **outputs.fields(),
-    )  # fmt: skip
-    # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
-    run_attention(problem, scale * pages.scale, pages.scale, lengths, starts, table,
-                  context_for(isa, pages.arithmetic(latent.dtype)))  # fmt: skip
-    return outputs.deliver()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ..checks import (
     FLOAT_DTYPES,
     address,
+    check_apart,
     check_array,
     check_count,
     check_output,
@@ -18,15 +20,35 @@ from ..checks import (
     describe,
 )
 from ..isa import Isa
-from ..kernels.product import Product, count_items, product_parallel, product_serial, workspace_bytes
+from ..kernels.product import Product, product_parallel, product_serial
+from ..kernels.validity import MAY_MEET
 from ..memory import aligned_zeros
 from ..quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size, is_fp8
-from ..runtime import context_for, select_isa, workspace
-from ..threads import launching, num_threads
+from ..runtime import context_for, isa_choice, select_isa, workspace
+from ..threads import launch, num_threads
 from .elements import CODES, NAMES
+from .forms import Forms, extents, form_of
 
 WEIGHT_DTYPES = (*FLOAT_DTYPES, *FLOAT8_DTYPES)
 FLOAT32 = np.dtype(np.float32)
+
+
+class _ProductCall(NamedTuple):
+    """A checked call: all that does not depend on where arrays lie.
+
+    ``packed`` is the product, without addresses; ``apart`` says which arrays must not meet; ``shape`` is the
+    result's.
+    """
+
+    packed: np.ndarray
+    apart: np.ndarray
+    shape: tuple[int, int, int]
+    scale: float
+    context: np.ndarray
+
+
+_FIELDS = tuple(Product._fields.index(name) for name in ("a", "w", "scales", "out"))
+_calls: Forms[_ProductCall] = Forms()
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +206,20 @@ def bmm(a, w, *, scale=None, out=None):
     """
     if not isinstance(w, PackedWeight):
         raise TypeError(f"w: expected a PackedWeight (from pack_weight), got {describe(w)}")
+    form = form_of(a, w.panels, w.block_scales, w.shape, w.scale, w.block_rows, scale, out, isa_choice(w.isa))
+    known = _calls.find(form)
+    if known is None:
+        return _check_and_run(form, a, w, scale, out)
+    if out is None:
+        out = np.empty(known.shape, a.dtype)
+    _run(known, a, w, out)
+    return out
+
+
+def _check_and_run(form: tuple, a, w: PackedWeight, scale, out) -> np.ndarray:
+    """Check a call's arguments and run it; its form is remembered unless an array had to be copied."""
     heads, columns, k = _check_layout(w)
-    a = dense_rows(check_array("a", a, (heads, "M", k)))
+    given, a = a, dense_rows(check_array("a", a, (heads, "M", k)))
     if scale is not None and (w.scale is not None or w.block_scales is not None):
         own = "block scales" if w.scale is None else f"scale {w.scale}"
         raise ValueError(f"scale: expected None for a weight that was packed with {own}, got {scale!r}")
@@ -196,21 +230,45 @@ def bmm(a, w, *, scale=None, out=None):
     target = check_output("out", out, shape, (a.dtype, FLOAT32), {"a": a, "w": w.panels})
     if target.strides[2] != target.itemsize and columns > 1:
         target = np.empty(shape, target.dtype)
+    if not target.size or not k:
+        out[...] = 0
+        return out
     product = Product(
-        address(a), a.strides[0], a.strides[1], CODES[a.dtype], a.itemsize,
-        address(w.panels), CODES[w.dtype], w.panels.itemsize, w.panels.shape[4],
-        w.panels.shape[2] * w.panels.shape[4],
-        0 if w.block_scales is None else address(w.block_scales), w.block_rows,
-        address(target), target.strides[0], target.strides[1], CODES[target.dtype], target.itemsize,
+        0, a.strides[0], a.strides[1], CODES[a.dtype], a.itemsize,
+        0, CODES[w.dtype], w.panels.itemsize, w.panels.shape[4], w.panels.shape[2] * w.panels.shape[4],
+        0, w.block_rows, 0, target.strides[0], target.strides[1], CODES[target.dtype], target.itemsize,
         num_heads=heads, num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),
     )  # fmt: skip
-    if target.size and k:
-        _run(product, 1.0 if factor is None else factor, context_for(w.isa, NAMES[a.dtype]))
-    else:
-        target[...] = 0
+    apart = extents(_FIELDS, (a, w.panels, w.block_scales, target), outputs=1)
+    call = _ProductCall(product.packed(), apart, shape, 1.0 if factor is None else factor,
+                        context_for(w.isa, NAMES[a.dtype]))  # fmt: skip
+    _run(call, a, w, target)
     if target is not out:
         out[...] = target
+    elif a is given:
+        _calls.keep(form, call)
     return out
+
+
+def _run(call: _ProductCall, a: np.ndarray, w: PackedWeight, out: np.ndarray) -> None:
+    """Run a call on the threads in force."""
+    packed, apart = call.packed.copy(), call.apart
+    scales = 0 if w.block_scales is None else address(w.block_scales)
+    for field, place in zip(_FIELDS, (address(a), address(w.panels), scales, address(out)), strict=True):
+        packed[field] = place
+    workers = num_threads()
+    memory = workspace.reserve(0)
+    while True:
+        arguments = (call.context, packed, apart, call.scale, memory.address, memory.size, workers)
+        status = product_serial(*arguments) if workers == 1 else launch(product_parallel, *arguments)
+        if status > 0:
+            memory = workspace.reserve(status)
+        elif status == MAY_MEET:
+            check_apart("out", out, {"a": a, "w": w.panels})
+            # Interleaved, but apart.
+            apart = apart[:0]
+        else:
+            return
 
 
 def _check_layout(w: PackedWeight) -> tuple[int, int, int]:
@@ -222,19 +280,6 @@ def _check_layout(w: PackedWeight) -> tuple[int, int, int]:
             f"got {describe(w.panels)}"
         )
     return w.shape
-
-
-def _run(product: Product, scale: float, context: np.ndarray) -> None:
-    packed = product.packed()
-    num_items = count_items(context, packed)
-    workers = min(num_threads(), num_items)
-    memory = workspace.reserve(workspace_bytes(context, workers))
-    arguments = (context, packed, scale, num_items, np.zeros(1, np.int64), address(memory), workers)
-    if workers == 1:
-        product_serial(*arguments)
-        return
-    with launching():
-        product_parallel(*arguments)
 
 
 def absorb_weights(kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim):

@@ -80,7 +80,7 @@ def merge_states(out_a, lse_a, out_b, lse_b, *, out=None, lse=None):
     merge_finished(
         context_for(), address(a), address(lse_a), address(b), address(lse_b), address(target), address(lse_target),
         lse.size, width, CODES[a.dtype], a.itemsize, CODES[b.dtype], b.itemsize,
-        address(scratch),
+        scratch.address,
     )  # fmt: skip
     if target is not out:
         out[...] = target

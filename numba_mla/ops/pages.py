@@ -104,18 +104,20 @@ def gathered_dtype(pages: Pages) -> np.dtype:
     return pages.float_dtype or BFLOAT16
 
 
-def check_block_table(block_table, pages: Pages, lengths: np.ndarray, validate: bool) -> np.ndarray:
-    """The block table as int64 (B, M), its used pages inside the cache."""
-    num_requests, block_size, num_blocks = len(lengths), pages.block_size, len(pages.array)
+def read_block_table(block_table, num_requests: int) -> np.ndarray:
+    """The block table as int64 (B, M), its entries not yet checked."""
     if block_table is None:
-        table = np.arange(num_requests).reshape(num_requests, 1)
-    else:
-        table = check_integers("block_table", block_table, (num_requests, "M"))
-    if not check_flag("validate", validate) or num_requests == 0:
-        return table
+        return np.arange(num_requests).reshape(num_requests, 1)
+    return check_integers("block_table", block_table, (num_requests, "M"))
+
+
+def check_used_pages(table: np.ndarray, kv_cache: np.ndarray, lengths: np.ndarray) -> None:
+    """Lengths that the table has room for, and used pages inside the cache."""
+    num_blocks, block_size = kv_cache.shape[:2]
     longest = min(table.shape[1] * block_size, MAX_POSITIONS)
-    if lengths.min() < 0 or lengths.max() > longest:
-        r = int(np.flatnonzero((lengths < 0) | (lengths > longest))[0])
+    bad = np.flatnonzero((lengths < 0) | (lengths > longest))
+    if len(bad):
+        r = int(bad[0])
         raise ValueError(
             f"seq_lens: expected 0 to {longest} (block_table of shape {table.shape} with pages of {block_size}), "
             f"got {lengths[r]} in request {r}"
@@ -124,6 +126,13 @@ def check_block_table(block_table, pages: Pages, lengths: np.ndarray, validate: 
     if request >= 0:
         raise ValueError(
             f"block_table: expected used pages within the cache's 0 to {num_blocks - 1} (kv_cache of shape "
-            f"{pages.array.shape}), got {table[request, page]} at [{request}, {page}]"
+            f"{kv_cache.shape}), got {table[request, page]} at [{request}, {page}]"
         )
+
+
+def check_block_table(block_table, pages: Pages, lengths: np.ndarray, validate: bool) -> np.ndarray:
+    """The block table as int64 (B, M), its used pages inside the cache."""
+    table = read_block_table(block_table, len(lengths))
+    if check_flag("validate", validate):
+        check_used_pages(table, pages.array, lengths)
     return table

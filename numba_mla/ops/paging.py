@@ -88,7 +88,7 @@ def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slo
     write_rows(
         context_for(), address(kv_c), kv_c.strides[0], kv_c.shape[1], address(k_pe), k_pe.strides[0], k_pe.shape[1],
         CODES[kv_c.dtype], kv_c.itemsize, pages.address, pages.page_stride, pages.row_stride,
-        pages.block_size, pages.element, pages.scale, slots, pad_slot, address(scratch),
+        pages.block_size, pages.element, pages.scale, slots, pad_slot, scratch.address,
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=5
     gather_rows(
         context_for(), pages.address, pages.page_stride, pages.row_stride, pages.block_size, table, first, ends,
         pages.width, pages.element, kv_cache.itemsize, pages.scale, address(dense[0]), dense[0].strides[0], rank,
-        address(dense[1]), dense[1].strides[0], CODES[dense[0].dtype], address(scratch),
+        address(dense[1]), dense[1].strides[0], CODES[dense[0].dtype], scratch.address,
     )  # fmt: skip
     for part, written in zip(parts, dense, strict=True):
         if written is not part:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..checks import MAX_POSITIONS, address, check_array, check_flag, check_scale, dense_rows, describe
-from ..kernels.problem import Problem
-from ..runtime import context_for
+from ..checks import MAX_POSITIONS, check_array, check_flag, check_integers, check_scale, dense_rows, describe
+from ..kernels.problem import ENDLESS, Problem
+from ..kernels.validity import BAD_METADATA, STARTS
+from ..runtime import context_for, isa_choice
 from .attention import check_start_locations
 from .elements import CODES, NAMES
-from .launch import prepare_outputs, run_attention
+from .forms import Forms, form_of
+from .launch import Arrays, AttentionCall, Prepared, attention_call, known_call, prepare_outputs, run_attention
 
-# Rows are consecutive: one page without end, which begins at a request's first row.
-_ENDLESS = 1 << 40
+_calls: Forms[AttentionCall] = Forms()
 
 
 def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, out=None, lse=None, isa=None,
@@ -73,6 +74,33 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
     >>> np.exp(lse[:, 0]).round(3).tolist()
     [1.0, 2.0, 3.0]
     """
+    form = form_of(q, k, v, scale, causal, out, lse, isa_choice(isa))
+    call = _calls.find(form)
+    if call is None:
+        prepared = _check(form, q, k, v, scale, causal, out, lse, isa)
+    else:
+        prepared = known_call(call, q, None, k, v, out, lse)
+    check_flag("validate", validate)
+    starts = check_integers("query_start_loc", query_start_loc, ("B + 1",))
+    name, key_starts = "query_start_loc", starts
+    if kv_start_loc is not None:
+        name, key_starts = "kv_start_loc", check_integers("kv_start_loc", kv_start_loc, ("B + 1",))
+    call, arrays, outputs = prepared
+    if len(key_starts) != len(starts):
+        check_start_locations("query_start_loc", starts, len(arrays.q), "q")
+        check_start_locations(name, key_starts, len(arrays.keys), "k")
+        raise ValueError(f"kv_start_loc: expected {len(starts)} entries, as query_start_loc has, got {len(key_starts)}")
+    inputs = {"q": arrays.q, "k": arrays.keys, "v": arrays.values}
+    status = run_attention(call, arrays, np.diff(key_starts), starts, key_starts[:-1, None].copy(), STARTS, inputs)
+    if status == BAD_METADATA:
+        check_start_locations("query_start_loc", starts, len(arrays.q), "q")
+        check_start_locations(name, key_starts, len(arrays.keys), "k")
+    return outputs.deliver()
+
+
+def _check(form: tuple, q, k, v, scale, causal, out, lse, isa) -> Prepared:
+    """Check a call's arguments; its form is remembered unless an array had to be copied."""
+    given = q, k, v
     q = dense_rows(check_array("q", q, ("Tq", "H", "D")))
     if q.shape[1] == 0 or q.shape[2] == 0:
         raise ValueError(f"q: expected at least one head and one column, got {describe(q)}")
@@ -82,25 +110,18 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
         raise ValueError(f"k: expected at most {MAX_POSITIONS} keys, got {describe(k)}")
     if v.shape[2] == 0:
         raise ValueError(f"v: expected at least one column, got {describe(v)}")
-    starts = check_start_locations("query_start_loc", query_start_loc, len(q), "q")
-    if kv_start_loc is None:
-        key_starts = check_start_locations("query_start_loc", query_start_loc, len(k), "k")
-    else:
-        key_starts = check_start_locations("kv_start_loc", kv_start_loc, len(k), "k")
-    if len(key_starts) != len(starts):
-        raise ValueError(f"kv_start_loc: expected {len(starts)} entries, as query_start_loc has, got {len(key_starts)}")
     scale = check_scale("scale", scale)
-    causal = check_flag("causal", causal)
-    check_flag("validate", validate)
-    outputs = prepare_outputs(out, lse, (*q.shape[:2], v.shape[2]), q.dtype, {"q": q, "k": k, "v": v})
+    outputs = prepare_outputs(out, lse, (*q.shape[:2], v.shape[2]), q.dtype)
     problem = Problem(
-        address(q), q.strides[0], q.strides[1], address(q), q.strides[0], q.strides[1],
+        0, q.strides[0], q.strides[1], 0, q.strides[0], q.strides[1],
         q_split=q.shape[2], q_element=CODES[q.dtype], num_heads=q.shape[1], group_heads=1,
-        keys=address(k), key_page_stride=k.strides[0], key_row_stride=k.strides[0], key_head_stride=k.strides[1],
-        values=address(v), value_page_stride=v.strides[0], value_row_stride=v.strides[0],
-        value_head_stride=v.strides[1], row_element=CODES[k.dtype], block_size=_ENDLESS,
-        width=q.shape[2], value_width=v.shape[2], causal=int(causal), **outputs.fields(),
+        keys=0, key_page_stride=k.strides[0], key_row_stride=k.strides[0], key_head_stride=k.strides[1],
+        values=0, value_page_stride=v.strides[0], value_row_stride=v.strides[0], value_head_stride=v.strides[1],
+        row_element=CODES[k.dtype], block_size=ENDLESS, width=q.shape[2], value_width=v.shape[2],
+        causal=int(check_flag("causal", causal)), num_tokens=len(q), num_pages=len(k), **outputs.fields(),
     )  # fmt: skip
-    run_attention(problem, scale, 1.0, np.diff(key_starts), starts, key_starts[:-1, None].copy(),
-                  context_for(isa, NAMES[q.dtype]))  # fmt: skip
-    return outputs.deliver()
+    arrays = Arrays(q, None, k, v, outputs.target, outputs.lse)
+    call = attention_call(problem, scale, 1.0, context_for(isa, NAMES[q.dtype]), arrays)
+    if all(x is y for x, y in zip((q, k, v), given, strict=True)) and outputs.target is outputs.out:
+        _calls.keep(form, call)
+    return Prepared(call, arrays, outputs)
