@@ -3,6 +3,7 @@
 from . import reference
 from ._version import __version__
 from .cache import Batch, CacheFullError, PagedLatentCache
+from .chunks import plan_context_chunks
 from .config import MLAConfig
 from .errors import IsaUnavailableError
 from .info import show_config
@@ -23,6 +24,7 @@ from .ops import (
     prefill,
     write_cache,
 )
+from .paths import plan_path
 from .rope import apply_rope
 from .runtime import available_isas, use_isa
 from .threads import threads
@@ -49,6 +51,8 @@ __all__ = [
     "merge_states",
     "num_kv_splits",
     "pack_weight",
+    "plan_context_chunks",
+    "plan_path",
     "prefill",
     "reference",
     "show_config",

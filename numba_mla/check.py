@@ -1,4 +1,4 @@
-"""A layer's outputs against the reference: from hidden states to outputs, one stage at a time.
+"""A call's outputs against the reference: from hidden states to outputs, one stage at a time.
 
 Every stage is compared with its float64 definition on the bits that the stage before it stored, so that an
 error is held against the tolerance of one product, one norm or one attention, and not of their sum. The chain
@@ -8,8 +8,9 @@ and ends at the outputs that the layer returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import ml_dtypes
@@ -21,9 +22,20 @@ from .config import MLAConfig
 from .layer import MLALayer
 from .rope import inverse_frequencies, rotation, rotation_scaling
 from .runtime import select_isa
-from .testing.tolerance import FLUSHED, U_FLOAT32, bmm_bounds, excess, extend_bounds
+from .testing.tolerance import FLUSHED, U_FLOAT32, bmm_bounds, excess, extend_bounds, prefill_bounds
 
 FLOAT32 = np.dtype(np.float32)
+STAGES = (
+    "queries",
+    "cached latents",
+    "absorbed queries",
+    "attention",
+    "values",
+    "keys of heads",
+    "values of heads",
+    "attention to keys of heads",
+    "outputs",
+)
 
 
 @dataclass(frozen=True)
@@ -92,10 +104,7 @@ def check_layer(
     cache: PagedLatentCache,
     batch: Batch,
 ) -> tuple[StageError, ...]:
-    """Check the outputs of all tokens of the requests that a cache holds.
-
-    A layer's results do not depend on how the tokens were split into calls: so one pass over whole requests
-    gives the stored bits of every stage, and the outputs of all calls have to follow from them.
+    """Check what a layer's call returned and wrote, with each request on the path that `plan_path` chose.
 
     Parameters
     ----------
@@ -104,36 +113,67 @@ def check_layer(
     weights : mapping of str to ndarray
         What it was built from, fp8 dequantised.
     hidden_states, outputs : ndarray, (T, hidden_size)
-        Inputs in the layer's dtype and outputs, of every request from its first token on.
+        The call's inputs, in the layer's dtype, and its outputs.
     cache : PagedLatentCache
-        As the layer left it.
+        With the rows that the call wrote, and maybe later ones.
     batch : Batch
-        Describes whole requests: all of their tokens are new.
+        The call's.
 
     Returns
     -------
     tuple of StageError
+        In the order of STAGES, those of the paths that were taken.
     """
     c = layer.config
     inv_freq = inverse_frequencies(c.qk_rope_head_dim, c.rope_theta, c.rope_scaling)
     cos, sin = rotation(batch.positions, inv_freq, rotation_scaling(c.rope_scaling))
     q_nope, q_pe = layer._project_queries(hidden_states, batch.positions, cos, sin)
     kv_cache = cache.data[0]
-    kv_c, k_pe, _ = ops.gather_cache(kv_cache, batch.block_table, batch.seq_lens, kv_lora_rank=c.kv_lora_rank)
+    kv_c, k_pe, _ = ops.gather_cache(
+        kv_cache,
+        batch.block_table,
+        batch.seq_lens,
+        starts=batch.seq_lens - np.diff(batch.query_start_loc),
+        kv_lora_rank=c.kv_lora_rank,
+    )
     queries = queries_bound(c, weights, hidden_states, batch.positions, layer.dtype)
     latents = latents_bound(c, weights, hidden_states, batch.positions).rounded(cache.dtype)
-    errors = (
+    errors: tuple[StageError, ...] = (
         queries.error_of("queries", np.concatenate([q_nope, q_pe], axis=-1)),
         latents.error_of("cached latents", np.concatenate([kv_c, k_pe], axis=-1)),
     )
-    values, attention_errors = check_attention(
-        c, weights, q_nope.astype(layer.dtype), q_pe.astype(cache.dtype), kv_cache, batch
+    values = np.empty((len(q_nope), c.num_heads, c.v_head_dim), layer.dtype)
+    for path, part, tokens in layer._split_by_path(batch, "auto"):
+        if path == "absorbed":
+            own = q_nope[tokens].astype(layer.dtype), q_pe[tokens].astype(cache.dtype)
+            values[tokens], found = check_absorbed(c, weights, *own, kv_cache, part)
+        else:
+            own = q_nope[tokens].astype(layer.dtype), q_pe[tokens].astype(layer.dtype)
+            values[tokens], found = check_materialised(layer, weights, *own, kv_cache, part)
+        errors += found
+    projected = linear(exact(values.reshape(len(values), -1)), weights, "o_proj", outputs.dtype)
+    errors += (projected.error_of("outputs", outputs),)
+    return tuple(sorted(errors, key=lambda error: STAGES.index(error.stage)))
+
+
+def worst_of_calls(calls: Iterable[tuple[StageError, ...]]) -> tuple[StageError, ...]:
+    """The largest errors of each stage in several calls."""
+    by_stage: dict[str, list[StageError]] = {}
+    for error in chain.from_iterable(calls):
+        by_stage.setdefault(error.stage, []).append(error)
+    return tuple(
+        StageError(
+            stage,
+            # NaN is the largest.
+            float(np.max([error.largest_error for error in by_stage[stage]])),
+            float(np.max([error.of_tolerance for error in by_stage[stage]])),
+        )
+        for stage in STAGES
+        if stage in by_stage
     )
-    projected = linear(exact(values), weights, "o_proj", outputs.dtype)
-    return (*errors, *attention_errors, projected.error_of("outputs", outputs))
 
 
-def check_attention(
+def check_absorbed(
     config: MLAConfig,
     weights: Mapping[str, np.ndarray],
     q_nope: np.ndarray,
@@ -141,7 +181,7 @@ def check_attention(
     kv_cache: np.ndarray,
     batch: Batch,
 ) -> tuple[np.ndarray, tuple[StageError, ...]]:
-    """Return the heads' values (T, H * Dv) and the errors of absorption, attention and the way back."""
+    """Return the heads' values (T, H, Dv) and the errors of absorption, attention and the way back."""
     c = config
     dtype = q_nope.dtype
     heads = (c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
@@ -155,7 +195,45 @@ def check_attention(
     expected = extend_bounds(q, *metadata, **settings, p_rounding=rounding, out_dtype=FLOAT32)
     attention_error = Bounded(expected.out, expected.out_bound).error_of("attention", attended)
     values, values_error = checked_bmm("values", attended.astype(dtype), w_uv, dtype)
-    return values.reshape(len(values), -1), (absorbed_error, attention_error, values_error)
+    return values, (absorbed_error, attention_error, values_error)
+
+
+def check_materialised(
+    layer: MLALayer,
+    weights: Mapping[str, np.ndarray],
+    q_nope: np.ndarray,
+    q_pe: np.ndarray,
+    kv_cache: np.ndarray,
+    batch: Batch,
+) -> tuple[np.ndarray, tuple[StageError, ...]]:
+    """Return the heads' values (T, H, Dv) and the errors of keys, values and attention over them.
+
+    Chunks of cached tokens are merged with float32 weights, as splits of keys are: the tolerance is that of
+    attention to all keys at once.
+    """
+    c = layer.config
+    w_uk, w_uv = ops.absorb_weights(weights["kv_b_proj.weight"], c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
+    kv_c, k_pe, kv_start_loc = ops.gather_cache(
+        kv_cache, batch.block_table, batch.seq_lens, kv_lora_rank=c.kv_lora_rank, dtype=layer.dtype
+    )
+    rows = np.broadcast_to(kv_c[:, None], (len(kv_c), c.num_heads, c.kv_lora_rank))
+    k_nope, keys_error = checked_bmm("keys of heads", rows, w_uk.swapaxes(1, 2), layer.dtype)
+    v, values_error = checked_bmm("values of heads", rows, w_uv, layer.dtype)
+    k = np.concatenate([k_nope, np.broadcast_to(k_pe[:, None], (*k_nope.shape[:2], k_pe.shape[1]))], axis=-1)
+    q = np.concatenate([q_nope, q_pe], axis=-1)
+    attended = np.empty((len(q), c.num_heads, c.v_head_dim), layer.dtype)
+    layer._attend_to_keys(q, kv_cache, batch, None, attended)
+    expected = prefill_bounds(
+        q,
+        k,
+        v,
+        batch.query_start_loc,
+        kv_start_loc,
+        scale=c.softmax_scale,
+        p_rounding=select_isa(None, layer.dtype.name).p_rounding,
+    )
+    attention_error = Bounded(expected.out, expected.out_bound).error_of("attention to keys of heads", attended)
+    return attended, (keys_error, values_error, attention_error)
 
 
 def checked_bmm(stage: str, a: np.ndarray, w: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, StageError]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from .cache import PagedLatentCache
 from .checkpoint import Checkpoint, attention_shapes, bias_shapes, read_attention
 from .checks import BFLOAT16, FLOAT_DTYPES, check_array, check_count, check_flag, check_output, check_type, describe
 from .config import MLAConfig
+from .materialise import MaterialisedAttention
+from .paths import LEAST_MATERIALISED, plan_path
 from .quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size
 from .rope import inverse_frequencies, rotate, rotation, rotation_scaling
+from .runtime import select_isa
 
-PATHS = ("auto", "absorbed")
+PATHS = ("auto", "absorbed", "materialised")
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -25,9 +30,10 @@ class MLALayer:
     """One attention layer: projections, norms, rotation, attention over the latent cache, output projection.
 
     The boundary is that of `self_attn` in Hugging Face's models: hidden states come in normed, and no
-    residual is added. Keys and values are never materialised: with kv_b_proj split per head into W_UK and
-    W_UV, ``q_nope . (W_UK c) = (q_nope W_UK) . c``, so queries absorb W_UK, and W_UV is applied to the
-    attended latent.
+    residual is added. kv_b_proj is split per head into W_UK and W_UV. Absorbed, keys and values are never
+    made: ``q_nope . (W_UK c) = (q_nope W_UK) . c``, so queries absorb W_UK, and W_UV is applied to the attended
+    latent. Materialised, they are, a bounded number of cached tokens at a time, and new tokens attend to each of
+    these chunks in turn. `plan_path` chooses for each request.
 
     Parameters
     ----------
@@ -57,8 +63,8 @@ class MLALayer:
     Notes
     -----
     A value is rounded to `dtype` (or the cache's) only where the next product takes it; norms, rotation,
-    biases and scalings work on float32. fp8 weights stay fp8: products take their exact values. The result
-    does not depend on how tokens are split into calls or batched.
+    biases and scalings work on float32. fp8 weights stay fp8: products take their exact values. A request's
+    result does not depend on what it is batched with, nor, absorbed, on how its tokens are split into calls.
 
     References
     ----------
@@ -99,6 +105,8 @@ class MLALayer:
             kv_b_proj = _with_one_scale(kv_b_proj)
         w_uk, w_uv = ops.absorb_weights(kv_b_proj, config.num_heads, config.qk_nope_head_dim, config.v_head_dim)
         self._w_uk, self._w_uv = ops.pack_weight(w_uk), ops.pack_weight(w_uv)
+        w_k = ops.pack_weight(_transposed(w_uk))
+        self._attend_to_keys = MaterialisedAttention(config, w_k, self._w_uv, self.dtype)
         self._biases = {
             _module(name): np.asarray(values, np.float32) for name, values in weights.items() if name.endswith(".bias")
         }
@@ -169,8 +177,8 @@ class MLALayer:
             From the cache's `append`, and not yet committed.
         cache_layer : int
             Which of the cache's layers is this one's.
-        path : {"auto", "absorbed"}
-            How attention is computed; both are absorbed.
+        path : {"auto", "absorbed", "materialised"}
+            How attention is computed: all requests one way, or each as `plan_path` says.
         out : ndarray, (T, hidden_size), `dtype` or float32, optional
             Filled and returned.
 
@@ -182,6 +190,13 @@ class MLALayer:
         ------
         TypeError, ValueError
             An argument other than the above, or a batch that is stale or committed; the message names it.
+
+        Notes
+        -----
+        On the absorbed path tokens that are split into several calls give the bits that they give in one. The
+        materialised path merges chunks of cached tokens, and there a split changes roundings. Which path "auto"
+        takes depends on a request's numbers of new and cached tokens (and on the instruction set) alone; fewer
+        than 32 new tokens are absorbed.
         """
         self._check_call(hidden_states, cache, batch, cache_layer, path)
         num_tokens = len(hidden_states)
@@ -200,7 +215,7 @@ class MLALayer:
             row_dtype = cache.dtype if cache.dtype in FLOAT_DTYPES else FLOAT32
             kv_c, k_pe = _cast(kv_c, row_dtype), _cast(k_pe, row_dtype)
             ops.write_cache(kv_c, k_pe, kv_cache, batch.slot_mapping, cache_scale=cache.cache_scale)
-            values = self._attend(q_nope, q_pe, kv_cache, batch, cache.cache_scale)
+            values = self._attend(q_nope, q_pe, kv_cache, batch, cache.cache_scale, path)
             return self._project("o_proj", values, out)
 
     def _project_queries(
@@ -231,15 +246,67 @@ class MLALayer:
         return kv_c, rotate(kv[:, c.kv_lora_rank :], cos, sin, interleaved=c.rope_interleave)
 
     def _attend(
-        self, q_nope: np.ndarray, q_pe: np.ndarray, kv_cache: np.ndarray, batch: Batch, cache_scale: float | None
+        self,
+        q_nope: np.ndarray,
+        q_pe: np.ndarray,
+        kv_cache: np.ndarray,
+        batch: Batch,
+        cache_scale: float | None,
+        path: str,
     ) -> np.ndarray:
         """Return the heads' values side by side, (T, H * Dv)."""
         c = self.config
-        num_tokens = len(q_nope)
-        # Token-major arrays, written and read by the head-major products through transposed views.
-        q_latent = np.empty((num_tokens, c.num_heads, c.kv_lora_rank), np.float32)
-        ops.bmm(_cast(q_nope, self.dtype).swapaxes(0, 1), self._w_uk, out=q_latent.swapaxes(0, 1))
+        values = np.empty((len(q_nope), c.num_heads, c.v_head_dim), self.dtype)
+        ways = {"absorbed": self._attend_absorbed, "materialised": self._attend_materialised}
+        for taken, part, tokens in self._split_by_path(batch, path):
+            # A view of all tokens, or a copy of some.
+            own = values[tokens]
+            ways[taken](q_nope[tokens], q_pe[tokens], kv_cache, part, cache_scale, own)
+            if part is not batch:
+                values[tokens] = own
+        return values.reshape(len(values), c.num_heads * c.v_head_dim)
+
+    def _split_by_path(self, batch: Batch, path: str) -> list[tuple[str, Batch, slice | np.ndarray]]:
+        """Return each path that is taken, the batch of its requests, and which tokens are theirs."""
+        materialised = self._choose_paths(batch, path)
+        of_token = np.repeat(materialised, np.diff(batch.query_start_loc))
+        if of_token.all() or not of_token.any():
+            return [("materialised" if of_token.any() else "absorbed", batch, slice(None))]
+        return [
+            ("absorbed", _part_of_batch(batch, ~materialised, ~of_token), ~of_token),
+            ("materialised", _part_of_batch(batch, materialised, of_token), of_token),
+        ]
+
+    def _choose_paths(self, batch: Batch, path: str) -> np.ndarray:
+        """Return which requests are materialised, (B,)."""
+        num_new = np.diff(batch.query_start_loc)
+        if path != "auto":
+            return np.full(num_new.shape, path == "materialised")
+        # The answer of plan_path for decodes, which are not to wait for it.
+        if num_new.max(initial=0) < LEAST_MATERIALISED:
+            return np.zeros(num_new.shape, bool)
+        isa = select_isa(None, self.dtype.name).name
+        prefixes = batch.seq_lens - num_new
+        paths = [plan_path(n, prefix, self.config, isa) for n, prefix in zip(num_new, prefixes, strict=True)]
+        return np.array([path == "materialised" for path in paths])
+
+    def _attend_absorbed(
+        self,
+        q_nope: np.ndarray,
+        q_pe: np.ndarray,
+        kv_cache: np.ndarray,
+        batch: Batch,
+        cache_scale: float | None,
+        values: np.ndarray,
+    ) -> None:
+        """Attend over the cached latents; fill values (T, H, Dv)."""
+        c = self.config
         query_dtype = kv_cache.dtype if kv_cache.dtype in FLOAT_DTYPES else self.dtype
+        # Latents are rounded as they are written where what reads them is of the same type.
+        latent_dtype = self.dtype if query_dtype == self.dtype else FLOAT32
+        # Token-major arrays, written and read by the head-major products through transposed views.
+        q_latent = np.empty((len(q_nope), c.num_heads, c.kv_lora_rank), latent_dtype)
+        ops.bmm(_cast(q_nope, self.dtype).swapaxes(0, 1), self._w_uk, out=q_latent.swapaxes(0, 1))
         attended, _ = ops.extend(
             (_cast(q_latent, query_dtype), _cast(q_pe, query_dtype)),
             kv_cache,
@@ -249,11 +316,24 @@ class MLALayer:
             scale=c.softmax_scale,
             kv_lora_rank=c.kv_lora_rank,
             cache_scale=cache_scale,
-            out=np.empty(q_latent.shape, np.float32),
+            out=np.empty(q_latent.shape, latent_dtype),
         )
-        values = np.empty((num_tokens, c.num_heads, c.v_head_dim), self.dtype)
         ops.bmm(_cast(attended, self.dtype).swapaxes(0, 1), self._w_uv, out=values.swapaxes(0, 1))
-        return values.reshape(num_tokens, c.num_heads * c.v_head_dim)
+
+    def _attend_materialised(
+        self,
+        q_nope: np.ndarray,
+        q_pe: np.ndarray,
+        kv_cache: np.ndarray,
+        batch: Batch,
+        cache_scale: float | None,
+        values: np.ndarray,
+    ) -> None:
+        """Attend over keys and values of each head; fill values (T, H, Dv)."""
+        nope = self.config.qk_nope_head_dim
+        q = np.empty((*q_nope.shape[:2], nope + q_pe.shape[2]), self.dtype)
+        q[..., :nope], q[..., nope:] = q_nope, q_pe
+        self._attend_to_keys(q, kv_cache, batch, cache_scale, values)
 
     def _project(self, module: str, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Return x (T, K) times a projection's weight plus its bias, (T, N) float32 or `out`."""
@@ -320,6 +400,28 @@ def _as_one_head(weight: np.ndarray | BlockScaled) -> np.ndarray | BlockScaled:
     if isinstance(weight, BlockScaled):
         return BlockScaled(weight.weight[None], weight.scale[None], weight.block_size)
     return weight[None]
+
+
+def _transposed(weight: np.ndarray | BlockScaled) -> np.ndarray | BlockScaled:
+    """Return a weight of `bmm` with the last two axes exchanged."""
+    if isinstance(weight, BlockScaled):
+        return BlockScaled(weight.weight.swapaxes(1, 2), weight.scale.swapaxes(1, 2), weight.block_size[::-1])
+    return weight.swapaxes(1, 2)
+
+
+def _part_of_batch(batch: Batch, requests: np.ndarray, tokens: np.ndarray) -> Batch:
+    """Return the batch of some of its requests, given as masks of them and of their tokens."""
+    num_new = np.diff(batch.query_start_loc)[requests]
+    return replace(
+        batch,
+        request_ids=tuple(compress(batch.request_ids, requests)),
+        positions=batch.positions[tokens],
+        query_start_loc=np.concatenate([[0], np.cumsum(num_new)]),
+        seq_lens=batch.seq_lens[requests],
+        block_table=batch.block_table[requests],
+        slot_mapping=batch.slot_mapping[tokens],
+        lives=tuple(compress(batch.lives, requests)),
+    )
 
 
 def _with_one_scale(weight: np.ndarray | BlockScaled) -> BlockScaled:

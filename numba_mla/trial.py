@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from .cache import Batch, PagedLatentCache
-from .check import StageError, check_layer
+from .check import StageError, check_layer, worst_of_calls
 from .config import MLAConfig
 from .layer import MLALayer
 
@@ -61,17 +61,6 @@ class HiddenStates:
             yield "prefill", {CONTINUED: len(self.continuation)}, self.continuation
         for step in self.tokens:
             yield "decode", dict.fromkeys(range(len(step)), 1), step
-
-    def by_request(self) -> list[np.ndarray]:
-        """All rows of each request, in the order of their positions."""
-        starts = self.query_start_loc
-        rows = []
-        for request in range(len(starts) - 1):
-            chunks = [self.prompts[starts[request] : starts[request + 1]]]
-            if request == CONTINUED:
-                chunks.append(self.continuation)
-            rows.append(np.concatenate([*chunks, self.tokens[:, request]]))
-        return rows
 
 
 INPUT_ARRAYS = tuple(field.name for field in fields(HiddenStates))
@@ -294,7 +283,7 @@ def run_trial(
         decode=_total(calls, "decode", layer.config, weights),
         cache_bytes=cache.nbytes,
         materialised_bytes=_materialised_bytes(cache, layer.config),
-        errors=_check(layer, weights, inputs, outputs, cache),
+        errors=worst_of_calls(_check(layer, weights, inputs, calls, cache)),
     )
 
 
@@ -354,20 +343,12 @@ def _check(
     layer: MLALayer,
     weights: Mapping[str, np.ndarray],
     inputs: HiddenStates,
-    outputs: HiddenStates,
+    calls: list[Call],
     cache: PagedLatentCache,
-) -> tuple[StageError, ...]:
-    """Check every token of every request, in the order of their positions."""
-    lens = inputs.seq_lens
-    held = cache.append(dict.fromkeys(range(len(lens)), 0))  # no new tokens: what the requests hold
-    whole = replace(
-        held,
-        positions=np.concatenate([np.arange(length) for length in lens]),
-        query_start_loc=np.concatenate([[0], np.cumsum(lens)]),
-    )
-    hidden_states = np.concatenate(inputs.by_request()).astype(layer.dtype)
-    results = np.concatenate(outputs.by_request()).astype(layer.dtype)
-    return check_layer(layer, weights, hidden_states, results, cache, whole)
+) -> Iterator[tuple[StageError, ...]]:
+    """Check every call."""
+    for (_, _, rows), call in zip(inputs.steps(), calls, strict=True):
+        yield check_layer(layer, weights, rows.astype(layer.dtype), call.output, cache, call.batch)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:

@@ -125,6 +125,18 @@ def expand_block_table():
     return numba_mla.expand_block_table, {"block_table": [[2, 0, -1]], "block_size": 3}
 
 
+def plan_context_chunks():
+    return numba_mla.plan_context_chunks, {"context_lens": [9, 0, 4], "workspace_tokens": 6, "block_size": 2}
+
+
+def plan_path():
+    config = numba_mla.MLAConfig(
+        hidden_size=24, num_heads=2, q_lora_rank=None, kv_lora_rank=RANK, qk_nope_head_dim=4, qk_rope_head_dim=2,
+        v_head_dim=4,
+    )  # fmt: skip
+    return numba_mla.plan_path, {"num_new": 40, "prefix": 100, "config": config, "isa": None}
+
+
 def num_kv_splits():
     return numba_mla.num_kv_splits, {"max_seq_len": 4096, "num_threads": 2}
 

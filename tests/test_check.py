@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from numba_mla.cache import PagedLatentCache
-from numba_mla.check import check_layer
+from numba_mla.check import STAGES, StageError, check_layer, worst_of_calls
 from numba_mla.checkpoint import attention_shapes, bias_shapes
 from numba_mla.config import MLAConfig
 from numba_mla.layer import MLALayer
@@ -53,15 +53,21 @@ def random_weights(config, dtype, *, biased=False):
     }
 
 
-def run_layer(config, weights, dtype):
-    """Return what `check_layer` takes after one call over whole requests."""
+def run_layer(config, weights, dtype, prefixes=(0, 0), seq_lens=SEQ_LENS):
+    """Return what `check_layer` takes after a call for all tokens of two requests after their prefixes."""
     layer = MLALayer(config, weights)
-    cache = PagedLatentCache(config, num_blocks=8, block_size=4, dtype=dtype)
-    for request in range(len(SEQ_LENS)):
+    cache = PagedLatentCache(config, num_blocks=sum(seq_lens), block_size=4, dtype=dtype)
+    for request in range(len(seq_lens)):
         cache.add(request)
-    batch = cache.append(dict(enumerate(SEQ_LENS)))
     rng = np.random.default_rng(2)
-    hidden_states = rng.standard_normal((sum(SEQ_LENS), config.hidden_size), np.float32).astype(dtype)
+
+    def hidden_states_of(counts):
+        return rng.standard_normal((sum(counts), config.hidden_size), np.float32).astype(dtype)
+
+    layer(hidden_states_of(prefixes), cache, cache.append(dict(enumerate(prefixes))))
+    new = np.subtract(seq_lens, prefixes).tolist()
+    batch = cache.append(dict(enumerate(new)))
+    hidden_states = hidden_states_of(new)
     return {
         "layer": layer,
         "weights": weights,
@@ -122,6 +128,35 @@ def test_a_layer_with_another_kv_b_proj_is_found(case):
     weights = dict(case["weights"])
     weights["kv_b_proj.weight"] = np.roll(weights["kv_b_proj.weight"], 1, axis=0)
     assert out_of_tolerance(case | {"weights": weights}) == ["outputs"]
+
+
+WIDE = replace(PLAIN, num_heads=8, kv_lora_rank=128)
+BOTH_PATHS = {"prefixes": (20, 9), "seq_lens": (620, 13)}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["fp32", "fp16", "bf16"])
+def test_right_outputs_of_both_paths_in_one_call_pass(dtype):
+    case = run_layer(WIDE, random_weights(WIDE, dtype), dtype, **BOTH_PATHS)
+    assert {error.stage for error in check_layer(**case)} == set(STAGES)
+    assert out_of_tolerance(case) == []
+
+
+def test_another_kv_b_proj_is_found_on_both_paths():
+    weights = random_weights(WIDE, np.float32)
+    case = run_layer(WIDE, weights, np.float32, **BOTH_PATHS)
+    weights = weights | {"kv_b_proj.weight": np.roll(weights["kv_b_proj.weight"], 1, axis=0)}
+    assert out_of_tolerance(case | {"weights": weights}) == ["attention to keys of heads", "outputs"]
+
+
+def test_of_several_calls_the_worst_error_of_each_stage_is_shown():
+    nan = float("nan")
+    calls = [
+        (StageError("queries", 1.0, 0.5), StageError("outputs", 2.0, nan)),
+        (StageError("queries", 0.5, 0.7), StageError("values", 3.0, 0.1), StageError("outputs", 1.0, 0.2)),
+    ]
+    assert repr(worst_of_calls(calls)) == repr(
+        (StageError("queries", 1.0, 0.7), StageError("values", 3.0, 0.1), StageError("outputs", 2.0, nan))
+    )
 
 
 def test_the_other_pair_order_is_found(case):

@@ -237,7 +237,7 @@ def make_call(layer):
         ({"batch": {"a": 3}}, TypeError, "batch: .*dict"),
         ({"cache_layer": 1}, ValueError, "cache_layer: expected at most 0, got 1"),
         ({"cache_layer": -1}, ValueError, "cache_layer: .*-1"),
-        ({"path": "materialised"}, ValueError, "path: expected one of auto, absorbed, got 'materialised'"),
+        ({"path": "fast"}, ValueError, "path: expected one of auto, absorbed, materialised, got 'fast'"),
         ({"out": np.ones((3, 16))}, TypeError, "out: .*float64"),
         ({"out": np.ones((2, 16), np.float32)}, ValueError, r"out: .*\(3, 16\), got .*\(2, 16\)"),
         ({"out": np.broadcast_to(np.float32(0), (3, 16))}, ValueError, "out: .*writable"),
@@ -291,10 +291,10 @@ def test_a_cache_of_another_model_is_refused(ones_layer):
         ones_layer(call["hidden_states"], PagedLatentCache(other, 2, 4, dtype=np.float32), call["batch"])
 
 
-@pytest.mark.parametrize("path", ["auto", "absorbed"])
+@pytest.mark.parametrize("path", ["auto", "absorbed", "materialised"])
 def test_out_is_filled_and_returned(path, ones_layer):
     call = make_call(ones_layer)
-    expected = ones_layer(**call)
+    expected = ones_layer(**call, path=path)
     wide = np.full((3, 20), np.nan, np.float32)
     out = wide[:, 2:18]
     assert ones_layer(**call, path=path, out=out) is out
@@ -339,11 +339,12 @@ def test_nan_reaches_only_the_later_tokens_of_its_request(value, checkpoint_fold
         assert all(a.tobytes() == b.tobytes() for a, b in zip(marked[1:], clean[1:], strict=True))
 
 
-def test_a_batch_without_tokens(ones_layer):
+@pytest.mark.parametrize("path", ["auto", "absorbed", "materialised"])
+def test_a_batch_without_tokens(path, ones_layer):
     cache = PagedLatentCache(CONFIG, 2, 4, dtype=np.float32)
-    assert ones_layer(np.ones((0, 16), np.float32), cache, cache.append({})).shape == (0, 16)
+    assert ones_layer(np.ones((0, 16), np.float32), cache, cache.append({}), path=path).shape == (0, 16)
     cache.add("a")
-    assert ones_layer(np.ones((0, 16), np.float32), cache, cache.append({"a": 0})).shape == (0, 16)
+    assert ones_layer(np.ones((0, 16), np.float32), cache, cache.append({"a": 0}), path=path).shape == (0, 16)
 
 
 # Shared, cut back and copied pages, with several layers
