@@ -1,162 +1,86 @@
-"""What is measured: shapes of every operation, their inputs, and how a result is checked."""
+"""Which shapes of each operation are measured, in which formats, and how some of them are chosen."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
+from attention_cases import (
+    FP8,
+    FP8_DS_MLA,
+    decode_case,
+    decode_label,
+    extend_case,
+    extend_label,
+    prefill_case,
+    prefill_label,
+)
+from bmm_cases import FP8_BLOCKS, bmm_case, bmm_label
+from case import FLOATS, Case
 
-import numba_mla
-from numba_mla.memory import aligned_zeros
-from numba_mla.runtime import select_isa
-from numba_mla.testing.inputs import decode_problem, latent_problem
-from numba_mla.testing.tolerance import bmm_bounds, decode_bounds, excess, extend_bounds
-from numba_mla.threads import num_threads
 
-BLOCK_SIZE = 64
+class Operation(NamedTuple):
+    """How a case is named and built from (*shape, stored), and the shapes for each group of formats."""
+
+    label: Callable[..., str]
+    build: Callable[..., Case]
+    shapes: dict[tuple[str, ...], list[tuple]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One measurement.
-
-    Parameters
-    ----------
-    name : str
-        The shape, readable.
-    isa : str
-        The instruction set that computes it, whose peak it is measured by.
-    call : callable
-        Runs the operation once, into memory that is reused.
-    error : callable
-        The largest error of a fresh result over its tolerance: 1 at most if it is right.
-    flops, num_bytes : int
-        Work of one call; bytes that it must read.
-    peer : callable, optional
-        The same work by another library.
-    """
-
-    name: str
-    isa: str
-    call: Callable[[], object]
-    error: Callable[[], float]
-    flops: int
-    num_bytes: int
-    peer: Callable[[], object] | None = None
+def _ragged_lengths() -> tuple[int, ...]:
+    """Sixteen lengths of 1 to 1024, both among them; always the same."""
+    return (1, *np.random.default_rng(16).integers(1, 1025, 14).tolist(), 1024)
 
 
 DECODE_SHAPES = [
     (4, 16, 4096),
     (1, 128, 4096),
     (8, 128, 2048),
+    (32, 128, 1024),
     (32, 128, 128),
     (1, 16, 32768),
     (16, 16, 4096),
     (64, 16, 1024),
 ]
+FP8_DECODE_SHAPES = [(1, 128, 4096), (1, 16, 32768)]
 EXTEND_SHAPES = [(16, 1024, 0), (128, 64, 4096), (128, 512, 0)]
-BMM_SHAPES = [(128, 1, 512, 128), (128, 16, 512, 128), (128, 16, 128, 512), (1, 1, 2112, 7168), (1, 16, 2112, 7168),
-              (1, 256, 2112, 7168), (1, 16, 7168, 16384)]  # fmt: skip
+PREFILL_SHAPES = [(16, (4096,)), (16, (1024,)), (128, (512,)), (16, _ragged_lengths())]
+# Absorption and its reverse; DeepSeek V3's q_a_proj with kv_a_proj, and its o_proj.
+WEIGHTS = [(128, 512, 128), (128, 128, 512), (1, 2112, 7168), (1, 7168, 16384)]
+BMM_SHAPES = [(heads, m, n, k) for heads, n, k in WEIGHTS for m in (1, 16, 256)]
+
+OPERATIONS = {
+    "decode": Operation(decode_label, decode_case, {FLOATS: DECODE_SHAPES, (*FP8, FP8_DS_MLA): FP8_DECODE_SHAPES}),
+    "extend": Operation(extend_label, extend_case, {FLOATS: EXTEND_SHAPES}),
+    "prefill": Operation(prefill_label, prefill_case, {FLOATS: PREFILL_SHAPES}),
+    "bmm": Operation(bmm_label, bmm_case, {FLOATS: BMM_SHAPES, (FP8[0], FP8_BLOCKS): BMM_SHAPES}),
+}
+FORMATS = (*FLOATS, *FP8, FP8_DS_MLA, FP8_BLOCKS)
+DEFAULT_FORMATS = ("float32", "bfloat16")
 
 
-def decode_cases(isa: str | None, dtypes: list[np.dtype]) -> Iterator[Case]:
-    """Decode with shuffled pages of 64; the peer is torch in float32 on rows that were gathered beforehand."""
-    for batch, heads, seq_len in DECODE_SHAPES:
-        for dtype in dtypes:
-            problem = _aligned(
-                decode_problem(np.random.default_rng(0), heads, [seq_len] * batch, BLOCK_SIZE, dtype=dtype)
-            )
-            out = np.empty((batch, heads, 512), dtype)
-            lse = np.empty((batch, heads), np.float32)
-            yield Case(
-                name=f"B={batch} H={heads} S={seq_len} {np.dtype(dtype).name}",
-                isa=select_isa(isa, np.dtype(dtype).name).name,
-                call=lambda p=problem, out=out, lse=lse: numba_mla.decode(**p, out=out, lse=lse, isa=isa),
-                error=lambda p=problem: decode_bounds(**p, p_rounding=_p_rounding(isa, p["q"].dtype)).excess(
-                    *numba_mla.decode(**p, isa=isa)
-                ),
-                flops=2 * batch * heads * seq_len * (576 + 512),
-                num_bytes=batch * seq_len * 576 * np.dtype(dtype).itemsize,
-                peer=_torch_decode(problem),
-            )
+def add_selection(parser: ArgumentParser, default_formats: tuple[str, ...] = DEFAULT_FORMATS) -> None:
+    """Options that choose cases and how they are measured."""
+    parser.add_argument("--isa", help="an instruction set by name (the best by default)")
+    parser.add_argument(
+        "--dtype", action="append", choices=FORMATS,
+        help=f"how the cache, keys or weights are stored; repeatable ({' and '.join(default_formats)} by default)",
+    )  # fmt: skip
+    parser.add_argument("--only", default="", help="only the cases whose name contains this")
+    parser.add_argument("--threads", type=int, help="threads to use")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(default_formats=default_formats)
 
 
-def extend_cases(isa: str | None, dtypes: list[np.dtype]) -> Iterator[Case]:
-    """Extend one request by some tokens after a prefix, causal; masked work is not counted."""
-    for heads, new, prefix in EXTEND_SHAPES:
-        for dtype in dtypes:
-            problem = _aligned(
-                latent_problem(np.random.default_rng(0), heads, [prefix + new], [new], BLOCK_SIZE, dtype=dtype)
-            )
-            out = np.empty((new, heads, 512), dtype)
-            lse = np.empty((new, heads), np.float32)
-            seen = new * prefix + new * (new + 1) // 2
-            yield Case(
-                name=f"H={heads} new={new} prefix={prefix} {np.dtype(dtype).name}",
-                isa=select_isa(isa, np.dtype(dtype).name).name,
-                call=lambda p=problem, out=out, lse=lse: numba_mla.extend(**p, out=out, lse=lse, isa=isa),
-                error=lambda p=problem: extend_bounds(**p, p_rounding=_p_rounding(isa, p["q"].dtype)).excess(
-                    *numba_mla.extend(**p, isa=isa)
-                ),
-                flops=2 * heads * seen * (576 + 512),
-                num_bytes=(prefix + new) * 576 * np.dtype(dtype).itemsize,
-            )
-
-
-def bmm_cases(isa: str | None, dtypes: list[np.dtype]) -> Iterator[Case]:
-    """Products with packed weights: absorption (H = 128) and projections (H = 1)."""
-    for heads, m, n, k in BMM_SHAPES:
-        for dtype in dtypes:
-            rng = np.random.default_rng(0)
-            a = rng.standard_normal((heads, m, k), dtype=np.float32).astype(dtype)
-            w = rng.standard_normal((heads, n, k), dtype=np.float32).astype(dtype)
-            packed = numba_mla.pack_weight(w, isa=isa)
-            out = np.empty((heads, m, n), dtype)
-            yield Case(
-                name=f"H={heads} M={m} N={n} K={k} {np.dtype(dtype).name}",
-                isa=select_isa(isa, np.dtype(dtype).name).name,
-                call=lambda a=a, packed=packed, out=out: numba_mla.bmm(a, packed, out=out),
-                error=lambda a=a, w=w, packed=packed: excess(numba_mla.bmm(a, packed), *bmm_bounds(a, w)),
-                flops=2 * heads * m * n * k,
-                num_bytes=packed.nbytes,
-            )
-
-
-CASES = {"decode": decode_cases, "extend": extend_cases, "bmm": bmm_cases}
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-def _aligned(problem: dict) -> dict:
-    """The problem with its cache where PagedLatentCache would have it: on a cache line's boundary."""
-    cache = aligned_zeros(problem["kv_cache"].shape, problem["kv_cache"].dtype)
-    cache[:] = problem["kv_cache"]
-    return problem | {"kv_cache": cache}
-
-
-def _p_rounding(isa: str | None, dtype: np.dtype) -> float:
-    return select_isa(isa, np.dtype(dtype).name).p_rounding
-
-
-def _torch_decode(problem: dict) -> Callable[[], object] | None:
-    """torch's float32 matmul, softmax, matmul on contiguous rows; None where torch is not installed."""
-    try:
-        import torch
-    except ImportError:
-        return None
-
-    torch.set_num_threads(num_threads())
-    kv_c, k_pe, starts = numba_mla.gather_cache(
-        problem["kv_cache"], problem["block_table"], problem["seq_lens"], dtype=np.float32
-    )
-    batch = len(starts) - 1
-    rows = torch.from_numpy(np.concatenate([kv_c, k_pe], axis=1).reshape(batch, -1, 576))
-    q = torch.from_numpy(problem["q"].astype(np.float32))
-    scale = problem["scale"]
-
-    def run():
-        weights = torch.softmax(q @ rows.transpose(1, 2) * scale, dim=-1)
-        return weights @ rows[..., :512]
-
-    return run
+def select(op: str, options: Namespace) -> Iterator[Case]:
+    """The cases of an operation that the options choose, each built when it is asked for."""
+    label, build, shapes = OPERATIONS[op]
+    chosen = options.dtype or options.default_formats
+    for formats, shapes_of_formats in shapes.items():
+        for shape in shapes_of_formats:
+            for stored in formats:
+                if stored in chosen and options.only in label(*shape, stored):
+                    yield build(*shape, stored, options.isa)
