@@ -86,7 +86,7 @@ def build_module(isa: Isa, triple: str) -> str:
     body = "\n\n".join(function.text("#0") for function in functions)
     attributes = f'nounwind "target-cpu"="{isa.cpu}" "target-features"="{isa.features}"'
     declarations = {*_DECLARATIONS, *(_multiply_add(width) for width in (1, isa.vector_width))}
-    declarations.update(line.format(width=isa.vector_width) for line in isa.multiply_add.declarations)
+    declarations.update(isa.declarations)
     if isa.tiles is not None:
         shape = ", ".join(f"i8 {byte}" for byte in tiles.tile_configuration())
         declarations.update(isa.tiles.declarations)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..isa import Isa
-from .blocks import dot_name, value_name
+from .blocks import VALUE_UNROLL, dot_name, value_name
 from .text import Function
 from .vector import ElementFormat
 
 
-def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body) -> None:
-    """Cover ``range(total)`` with blocks of the given sizes, largest first; ``body(start, size)`` writes one."""
-    start: str | int = 0
+def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str | int = 0) -> None:
+    """Cover ``range(start, total)`` with blocks of the given sizes, largest first; ``body(at, size)`` writes one."""
     for size in sizes:
         left = f.value(f"sub i64 {total}, {start}")
         covered = f.value(f"sub i64 {left}, {f.value(f'urem i64 {left}, {size}')}")
@@ -27,10 +26,11 @@ def build_score(isa: Isa) -> Function:
 
     Arguments of the function: ``rows``, addresses of key rows, and ``ahead``, of rows to prefetch on the first
     pass over lanes; ``keys``, whole blocks; ``q``, packed [step][lane]; ``lanes``, whole vectors; ``steps``;
-    ``s``, float32 [key][lane].
+    ``s``, float32 [key][lane]; ``starts``, for each block of keys the first vector of lanes that sees any of
+    them, as all further ones do: scores of those before it are not computed.
     """
     f = Function("score", [("ptr", "rows"), ("ptr", "ahead"), ("i64", "keys"), ("ptr", "q"), ("i64", "lanes"),
-                           ("i64", "steps"), ("ptr", "s")])  # fmt: skip
+                           ("i64", "steps"), ("ptr", "s"), ("ptr", "starts")])  # fmt: skip
     rows, most = isa.blocks.score
     stride = f.value("shl i64 %lanes, 2")
     vectors = f.value(f"udiv i64 %lanes, {isa.vector_width}")
@@ -38,10 +38,11 @@ def build_score(isa: Isa) -> Function:
         at = f.value(f"shl i64 {key.index}, 3")
         here, soon = f.offset("%rows", at), f.offset("%ahead", at)
         line = f.offset("%s", f.value(f"mul i64 {key.index}, {stride}"))
+        seen_from = f.load("i64", f.offset("%starts", f.value(f"udiv i64 {at}, {rows}")))
 
         def block(start: str, size: int) -> None:
             lane_bytes = f.value(f"mul i64 {start}, {isa.vector_bytes}")
-            first = f.value(f"icmp eq i64 {start}, 0")
+            first = f.value(f"icmp eq i64 {start}, {seen_from}")
             ahead = f.value(f"select i1 {first}, ptr {soon}, ptr {here}")
             q, s = f.offset("%q", lane_bytes), f.offset(line, lane_bytes)
             f.do(
@@ -49,7 +50,7 @@ def build_score(isa: Isa) -> Function:
                 f"ptr {s}, i64 {stride}, i64 0)"
             )
 
-        _loop_blocks(f, vectors, range(most, 0, -1), block)
+        _loop_blocks(f, vectors, range(most, 0, -1), block, seen_from)
     return f
 
 
@@ -57,14 +58,16 @@ def build_weigh_values(isa: Isa) -> Function:
     """``O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key]``.
 
     Arguments of the function: ``v``, addresses of value rows, or a panel of pairs of rows with ``ldv`` bytes
-    each; ``columns``, whole steps of columns; ``keys``, whole unrolled turns; ``p`` with ``ldp`` bytes a step;
-    ``lanes``; ``o`` with ``ldo`` bytes a lane; ``alpha``; ``accumulate``, 0 to start from zero.
+    each; ``columns``, whole steps of columns; ``limits``, for each vector of lanes the keys that it takes (never
+    falling; P is zero from there to the next whole turn); ``p`` with ``ldp`` bytes a step; ``lanes``; ``o`` with
+    ``ldo`` bytes a lane; ``alpha``; ``accumulate``, 0 to start from zero.
     """
-    f = Function("weigh_values", [("ptr", "v"), ("i64", "ldv"), ("i64", "columns"), ("i64", "keys"), ("ptr", "p"),
+    f = Function("weigh_values", [("ptr", "v"), ("i64", "ldv"), ("i64", "columns"), ("ptr", "limits"), ("ptr", "p"),
                                   ("i64", "ldp"), ("i64", "lanes"), ("ptr", "o"), ("i64", "ldo"), ("ptr", "alpha"),
                                   ("i64", "accumulate")])  # fmt: skip
     most = isa.blocks.value[1]
     vectors = f.value(f"udiv i64 %columns, {isa.vector_width}")
+    turn = VALUE_UNROLL if isa.tiles is None else isa.granule * isa.k_pack
 
     def column_block(start: str, size: int) -> None:
         at = f.value(f"mul i64 {start}, {isa.native_bytes * isa.vector_width}")
@@ -74,8 +77,11 @@ def build_weigh_values(isa: Isa) -> Function:
             lane_bytes = f.value(f"shl i64 {lane}, 2")
             p, alpha = f.offset("%p", lane_bytes), f.offset("%alpha", lane_bytes)
             o = f.offset(column, f.value(f"mul i64 {lane}, %ldo"))
+            last = f.value(f"udiv i64 {f.value(f'add i64 {lane}, {lanes - 1}')}, {isa.vector_width}")
+            limit = f.load("i64", f.offset("%limits", f.value(f"shl i64 {last}, 3")))
+            keys = f.value(f"and i64 {f.value(f'add i64 {limit}, {turn - 1}')}, {-turn}")
             f.do(
-                f"call void @{value_name(lanes, size)}(ptr %v, i64 %ldv, i64 {at}, i64 %keys, ptr {p}, i64 %ldp, "
+                f"call void @{value_name(lanes, size)}(ptr %v, i64 %ldv, i64 {at}, i64 {keys}, ptr {p}, i64 %ldp, "
                 f"ptr {o}, i64 %ldo, ptr {alpha}, i64 %accumulate)"
             )
 

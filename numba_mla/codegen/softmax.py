@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from ..isa import Isa
 from .text import Function
-from .vector import constant, emit_exp2, integers, multiply_add
+from .vector import constant, emit_exp2, multiply_add
 
 # A key that a lane does not see scores MASKED. A lane's maximum starts at NO_MAXIMUM, which is finite, so
 # that no difference is ever inf - inf: a masked key gets a probability of exactly 0 whatever the scale, and a
 # lane without keys an exact rescaling by 1.
 MASKED = float("-inf")
 NO_MAXIMUM = -1e29
+# Maxima that the softmax keeps under way.
+MAXIMA = 4
 
 
 def build_mask(isa: Isa) -> Function:
     """``S[key, lane] = MASKED`` where ``first + key`` is outside ``[low, high)`` of the lane.
 
-    Arguments of the function: ``s`` with ``lds`` bytes a key; ``keys``; ``lanes``, a multiple of the vector;
-    ``first``, the position of key 0; ``low`` and ``high``, int32 a lane.
+    Arguments of the function: ``s`` with ``lds`` bytes a key; ``limits``, the keys to look at, for each vector of
+    lanes; ``lanes``, a multiple of the vector; ``first``, the position of key 0; ``low`` and ``high``, int32 a lane.
     """
-    f = Function("mask", [("ptr", "s"), ("i64", "lds"), ("i64", "keys"), ("i64", "lanes"), ("i64", "first"),
+    f = Function("mask", [("ptr", "s"), ("i64", "lds"), ("ptr", "limits"), ("i64", "lanes"), ("i64", "first"),
                           ("ptr", "low"), ("ptr", "high")])  # fmt: skip
     width, kind, bits = isa.vector_width, f"<{isa.vector_width} x float>", f"<{isa.vector_width} x i32>"
     first = f.value("trunc i64 %first to i32")
@@ -28,7 +30,7 @@ def build_mask(isa: Isa) -> Function:
         low = f.load(bits, f.offset("%low", at))
         high = f.load(bits, f.offset("%high", at))
         column = f.offset("%s", at)
-        with f.loop(0, "%keys", 1) as key:
+        with f.loop(0, _limit(f, isa, lane.index), 1) as key:
             place = f.value(f"add i32 {first}, {f.value(f'trunc i64 {key.index} to i32')}")
             position = f.splat(width, "i32", place)
             pointer = f.offset(column, f.value(f"mul i64 {key.index}, %lds"))
@@ -42,17 +44,23 @@ def build_mask(isa: Isa) -> Function:
     return f
 
 
+def _limit(f: Function, isa: Isa, lane: str) -> str:
+    """The keys that the vector from a lane on takes, of the function's ``limits``."""
+    return f.load("i64", f.offset("%limits", f.value(f"udiv i64 {f.value(f'shl i64 {lane}, 3')}, {isa.vector_width}")))
+
+
 def build_softmax(isa: Isa) -> Function:
     """One key tile of the online softmax, down the keys, in place.
 
-    ``m' = max(m, S)``, ``P = 2**((S - m') c)``, ``alpha = 2**((m - m') c)``, ``l = l alpha + sum P``; keys from
-    ``keys`` to ``padded`` get 0. A NaN score passes the maximum by and makes P, and so l, NaN. P is left as the
+    ``m' = max(m, S)``, ``P = 2**((S - m') c)``, ``alpha = 2**((m - m') c)``, ``l = l alpha + sum P``; keys from a
+    limit to ``padded`` get 0. A NaN score passes the maximum by and makes P, and so l, NaN. P is left as the
     value product takes it: float32 a key, or pairs of keys rounded to 16 bits, in the first half of the rows.
 
-    Arguments of the function: ``s`` with ``lds`` bytes a key; ``keys``, ``padded``; ``lanes``, a multiple of
-    the vector; ``m``, ``l``, ``alpha``, float32 a lane; ``c``, scale times log2(e).
+    Arguments of the function: ``s`` with ``lds`` bytes a key; ``limits``, the keys that some lane sees, for each
+    vector of lanes; ``padded``; ``lanes``, a multiple of the vector; ``m``, ``l``, ``alpha``, float32 a lane;
+    ``c``, scale times log2(e).
     """
-    f = Function("softmax", [("ptr", "s"), ("i64", "lds"), ("i64", "keys"), ("i64", "padded"), ("i64", "lanes"),
+    f = Function("softmax", [("ptr", "s"), ("i64", "lds"), ("ptr", "limits"), ("i64", "padded"), ("i64", "lanes"),
                              ("ptr", "m"), ("ptr", "l"), ("ptr", "alpha"), ("float", "c")])  # fmt: skip
     width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
     c = f.splat(width, "float", "%c")
@@ -60,13 +68,10 @@ def build_softmax(isa: Isa) -> Function:
         at = f.value(f"shl i64 {lane.index}, 2")
         column = f.offset("%s", at)
         before = f.load(kind, f.offset("%m", at))
-        with f.loop(0, "%keys", 1, [(kind, before)]) as key:
-            score = f.load(kind, f.offset(column, f.value(f"mul i64 {key.index}, %lds")))
-            higher = f.value(f"fcmp ogt {kind} {score}, {key.carried[0]}")
-            key.following = [f.value(f"select <{width} x i1> {higher}, {kind} {score}, {kind} {key.carried[0]}")]
-        maximum = key.carried[0]
-        total = _emit_probabilities(f, isa, column, maximum, c)
-        alpha = _exp2_of_difference(f, width, before, maximum, c)
+        keys = _limit(f, isa, lane.index)
+        maximum = _emit_maximum(f, isa, column, keys, before)
+        total = _emit_probabilities(f, isa, column, keys, maximum, c)
+        alpha = _exp2_of_difference(f, isa, before, maximum, c)
         f.store(kind, maximum, f.offset("%m", at))
         f.store(kind, alpha, f.offset("%alpha", at))
         length = f.offset("%l", at)
@@ -74,7 +79,34 @@ def build_softmax(isa: Isa) -> Function:
     return f
 
 
-def _emit_probabilities(f: Function, isa: Isa, column: str, maximum: str, c: str) -> str:
+def _emit_maximum(f: Function, isa: Isa, column: str, keys: str, before: str) -> str:
+    """The largest of one vector of lanes' scores and of the maximum before; NaN is never the larger one.
+
+    Several maxima run side by side, since each waits for the last: which of them meets a score changes nothing.
+    """
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+
+    def larger(a: str, b: str) -> str:
+        return f.value(f"select <{width} x i1> {f.value(f'fcmp ogt {kind} {a}, {b}')}, {kind} {a}, {kind} {b}")
+
+    def score(index: str) -> str:
+        return f.load(kind, f.offset(column, f.value(f"mul i64 {index}, %lds")))
+
+    whole = f.value(f"and i64 {keys}, {-MAXIMA}")
+    with f.loop(0, whole, MAXIMA, [(kind, before)] * MAXIMA) as key:
+        key.following = [
+            larger(score(key.index if n == 0 else f.value(f"add i64 {key.index}, {n}")), maximum)
+            for n, maximum in enumerate(key.carried)
+        ]
+    maximum = key.carried[0]
+    for other in key.carried[1:]:
+        maximum = larger(other, maximum)
+    with f.loop(whole, keys, 1, [(kind, maximum)]) as rest:
+        rest.following = [larger(score(rest.index), rest.carried[0])]
+    return rest.carried[0]
+
+
+def _emit_probabilities(f: Function, isa: Isa, column: str, keys: str, maximum: str, c: str) -> str:
     """Scores of one vector of lanes to probabilities, in place; their sum, of float32 before any rounding."""
     width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
     zero = constant(width, 0.0)
@@ -83,9 +115,9 @@ def _emit_probabilities(f: Function, isa: Isa, column: str, maximum: str, c: str
         return f.offset(column, f.value(f"mul i64 {index}, %lds"))
 
     def probability(index: str) -> str:
-        return _exp2_of_difference(f, width, f.load(kind, row(index)), maximum, c)
+        return _exp2_of_difference(f, isa, f.load(kind, row(index)), maximum, c)
 
-    whole = f.value(f"and i64 %keys, {-isa.k_pack}")
+    whole = f.value(f"and i64 {keys}, {-isa.k_pack}")
     with f.loop(0, whole, isa.k_pack, [(kind, zero)]) as key:
         step, total = [], key.carried[0]
         for n in range(isa.k_pack):
@@ -94,12 +126,12 @@ def _emit_probabilities(f: Function, isa: Isa, column: str, maximum: str, c: str
         f.store(kind, _join_step(f, isa, step), row(f.value(f"udiv i64 {key.index}, {isa.k_pack}")))
         key.following = [total]
     # The key that is left over where a step takes two.
-    with f.loop(whole, "%keys", 1, [(kind, key.carried[0])]) as rest:
+    with f.loop(whole, keys, 1, [(kind, key.carried[0])]) as rest:
         p = probability(rest.index)
         rest.following = [f.value(f"fadd {kind} {rest.carried[0]}, {p}")]
         last = _join_step(f, isa, [p] + [zero] * (isa.k_pack - 1))
         f.store(kind, last, row(f.value(f"udiv i64 {rest.index}, {isa.k_pack}")))
-    steps = f.value(f"udiv i64 {f.value(f'add i64 %keys, {isa.k_pack - 1}')}, {isa.k_pack}")
+    steps = f.value(f"udiv i64 {f.value(f'add i64 {keys}, {isa.k_pack - 1}')}, {isa.k_pack}")
     with f.loop(steps, f.value(f"udiv i64 %padded, {isa.k_pack}"), 1) as padding:
         f.store(kind, zero, row(padding.index))
     return rest.carried[0]
@@ -109,13 +141,11 @@ def _join_step(f: Function, isa: Isa, step: list[str]) -> str:
     """Probabilities of the keys of one step in one vector: themselves, or two rounded to the native 16 bits."""
     if isa.k_pack == 1:
         return step[0]
-    width, bits = isa.vector_width, f"<{isa.vector_width} x i32>"
-    low, high = (
-        f.value(f"zext <{width} x i16> {f.value(f'bitcast <{width} x bfloat> {rounded} to <{width} x i16>')} to {bits}")
-        for rounded in [f.value(f"fptrunc <{width} x float> {p} to <{width} x bfloat>") for p in step]
-    )
-    pairs = f.value(f"or {bits} {low}, {f.value(f'shl {bits} {high}, {integers(width, 16)}')}")
-    return f.value(f"bitcast {bits} {pairs} to <{width} x float>")
+    width, rounded = isa.vector_width, f"<{isa.vector_width} x bfloat>"
+    low, high = (f.value(f"fptrunc <{width} x float> {p} to {rounded}") for p in step)
+    order = ", ".join(f"i32 {n}, i32 {n + width}" for n in range(width))
+    pairs = f.value(f"shufflevector {rounded} {low}, {rounded} {high}, <{2 * width} x i32> <{order}>")
+    return f.value(f"bitcast <{2 * width} x bfloat> {pairs} to <{width} x float>")
 
 
 def build_weigh(isa: Isa) -> Function:
@@ -133,8 +163,8 @@ def build_weigh(isa: Isa) -> Function:
         a, b = f.load(kind, f.offset("%ma", at)), f.load(kind, f.offset("%mb", at))
         higher = f.value(f"fcmp ogt {kind} {b}, {a}")
         maximum = f.value(f"select <{width} x i1> {higher}, {kind} {b}, {kind} {a}")
-        wa = _exp2_of_difference(f, width, a, maximum, c)
-        wb = _exp2_of_difference(f, width, b, maximum, c)
+        wa = _exp2_of_difference(f, isa, a, maximum, c)
+        wb = _exp2_of_difference(f, isa, b, maximum, c)
         la = f.value(f"fmul {kind} {f.load(kind, f.offset('%la', at))}, {wa}")
         total = multiply_add(f, width, f.load(kind, f.offset("%lb", at)), wb, la)
         for name, value in (("%ma", maximum), ("%la", total), ("%wa", wa), ("%wb", wb)):
@@ -142,6 +172,6 @@ def build_weigh(isa: Isa) -> Function:
     return f
 
 
-def _exp2_of_difference(f: Function, width: int, a: str, b: str, c: str) -> str:
-    kind = f"<{width} x float>"
-    return emit_exp2(f, width, f.value(f"fmul {kind} {f.value(f'fsub {kind} {a}, {b}')}, {c}"))
+def _exp2_of_difference(f: Function, isa: Isa, a: str, b: str, c: str) -> str:
+    kind = f"<{isa.vector_width} x float>"
+    return emit_exp2(f, isa, f.value(f"fmul {kind} {f.value(f'fsub {kind} {a}, {b}')}, {c}"))

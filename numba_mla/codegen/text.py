@@ -47,6 +47,13 @@ class Function:
         """Write a statement without a value."""
         self.lines.append(f"  {statement}")
 
+    def operation(self, text: str, **operands: str) -> str:
+        """Write a template of lines, with its operands, and return the name of its ``{result}``."""
+        self.count += 1
+        name = f"%v{self.count}"
+        self.lines.extend(text.format(result=name, **operands).splitlines())
+        return name
+
     def label(self, name: str) -> None:
         """Start a basic block."""
         self.lines.append(f"{name}:")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..isa import Isa, PowerOps
 from .text import Function
 
 # 2**f on [-0.5, 0.5]: a minimax fit of degree 6 (2e-9; evaluated in float32, 1.3 units in the last place)
@@ -45,8 +46,30 @@ def multiply_add(f: Function, width: int, a: str, b: str, c: str) -> str:
     return f.value(f"call {kind} @llvm.fmuladd.v{width}f32({kind} {a}, {kind} {b}, {kind} {c})")
 
 
-def emit_exp2(f: Function, width: int, x: str) -> str:
-    """2**x for x <= 0; NaN stays NaN, and below -127 it is exactly 0.
+def emit_exp2(f: Function, isa: Isa, x: str) -> str:
+    """2**x for x <= 0, of a whole vector; NaN stays NaN, and below -127 it is exactly 0."""
+    return _emit_exp2_of_bits(f, isa.vector_width, x) if isa.power is None else _emit_exp2_by(f, isa, isa.power, x)
+
+
+def _emit_exp2_by(f: Function, isa: Isa, power: PowerOps, x: str) -> str:
+    """By the instructions for powers of two; 0 from below -126 on, infinities included. NaN is kept."""
+    kind = f"<{isa.vector_width} x float>"
+    keep = f.value(f"fcmp uge {kind} {x}, {constant(isa.vector_width, EXP2_FLOOR + 1)}")
+    whole = f.operation(power.round_off.text, x=x)
+    fraction = f.value(f"fsub {kind} {x}, {whole}")
+    return f.operation(power.scale.text, x=_emit_polynomial(f, isa.vector_width, fraction), n=whole, keep=keep)
+
+
+def _emit_polynomial(f: Function, width: int, fraction: str) -> str:
+    """2**fraction, in [-0.5, 0.5], by Horner's rule."""
+    result = constant(width, EXP2_COEFFICIENTS[-1])
+    for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
+        result = multiply_add(f, width, result, fraction, constant(width, coefficient))
+    return result
+
+
+def _emit_exp2_of_bits(f: Function, width: int, x: str) -> str:
+    """By integer arithmetic on the exponent.
 
     The scale 2**n is built from n's bits, where n = -127 gives 0. Comparisons are written so that NaN takes
     the untouched operand.
@@ -57,9 +80,7 @@ def emit_exp2(f: Function, width: int, x: str) -> str:
     shifted = f.value(f"fadd {kind} {x}, {constant(width, ROUND_MAGIC)}")
     whole = f.value(f"fsub {kind} {shifted}, {constant(width, ROUND_MAGIC)}")
     fraction = f.value(f"fsub {kind} {x}, {whole}")
-    result = constant(width, EXP2_COEFFICIENTS[-1])
-    for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
-        result = multiply_add(f, width, result, fraction, constant(width, coefficient))
+    result = _emit_polynomial(f, width, fraction)
     # The low bits of `shifted` hold n; 127 << 23 is the bias of 2**0.
     exponent = f.value(f"shl {bits} {f.value(f'bitcast {kind} {shifted} to {bits}')}, {integers(width, 23)}")
     exponent = f.value(f"add {bits} {exponent}, {integers(width, 127 << 23)}")

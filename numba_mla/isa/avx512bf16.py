@@ -63,6 +63,8 @@ def record(host: Host) -> Isa:
         native="bfloat16",
         dtypes=("bfloat16",),
         companion="avx512f",
-        lane_group=64,
+        lane_group=128,
+        prefill_group=256,
         multiply_add=MULTIPLY_ADD,
+        power=avx512f.POWER,
     )

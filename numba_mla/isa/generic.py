@@ -44,5 +44,6 @@ def record(host: Host) -> Isa:
         dtypes=("float32", "float16", "bfloat16"),
         companion=None,
         lane_group=64,
+        prefill_group=256,
         multiply_add=MULTIPLY_ADD,
     )

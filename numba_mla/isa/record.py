@@ -30,6 +30,22 @@ class TileOp:
 
 
 @dataclass(frozen=True)
+class PowerOps:
+    """What takes a power of two apart and puts it together, an instruction each.
+
+    Parameters
+    ----------
+    round_off : TileOp
+        ``(x)`` -> x rounded to a whole number.
+    scale : TileOp
+        ``(x, n, keep)`` -> x 2**n where ``keep`` is true, else 0; n is a float32.
+    """
+
+    round_off: TileOp
+    scale: TileOp
+
+
+@dataclass(frozen=True)
 class TileOps:
     """Instructions on tile operands of 16 rows of 64 bytes, as LLVM text, and what the dot product means.
 
@@ -98,11 +114,13 @@ class Isa:
         Element types of queries and left operands that it takes.
     companion : str or None
         The instruction set that takes all others.
-    lane_group : int
-        Lanes that one work item computes together.
+    lane_group, prefill_group : int
+        Lanes that one work item computes together at most: queries on shared rows, and of one head of many.
     multiply_add : TileOp
         ``(row, b, acc)`` -> acc + a . b, lane by lane, where a is the dot step that ``row`` points at, in all
         lanes. A step's elements, ``k_pack`` of them, are in the bits of one float32.
+    power : PowerOps or None
+        Where instructions for powers of two are at hand; else integer arithmetic does.
     tiles : TileOps or None
         Where both products run on tile operands instead.
     """
@@ -117,8 +135,16 @@ class Isa:
     dtypes: tuple[str, ...]
     companion: str | None
     lane_group: int
+    prefill_group: int
     multiply_add: TileOp
+    power: PowerOps | None = None
     tiles: TileOps | None = None
+
+    @property
+    def declarations(self) -> tuple[str, ...]:
+        """What its operations on vectors declare."""
+        ops = [self.multiply_add, *((self.power.round_off, self.power.scale) if self.power is not None else ())]
+        return tuple(line.format(width=self.vector_width) for op in ops for line in op.declarations)
 
     @property
     def granule(self) -> int:

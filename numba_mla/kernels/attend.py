@@ -15,6 +15,7 @@ from .context import (
     KEY_PADDING,
     MASK,
     SCORE,
+    SCORE_ROWS,
     SOFTMAX,
     TRANSPOSE_STEPS,
     VECTOR_WIDTH,
@@ -27,7 +28,8 @@ class Lanes(NamedTuple):
     """A lane group: its queries, packed, and what each lane sees.
 
     A lane sees the keys from ``low`` to before ``high`` (int32 a lane), and every lane those from
-    ``common_start`` to before ``common_end``. ``num`` lanes are real; ``padded``, whole vectors, are computed.
+    ``common_start`` to before ``common_end``; none sees less than the lane before it. ``num`` lanes are real;
+    ``padded``, whole vectors, are computed.
     """
 
     num: int
@@ -51,9 +53,12 @@ class State(NamedTuple):
 class Spare(NamedTuple):
     """Memory that one key tile may use as it likes: row addresses, scores, outputs, and pairs of value rows.
 
-    ``zeros`` is a row of zeros.
+    ``limits`` is for the keys of a tile that each vector of lanes takes, ``starts`` for the first vector that each
+    block of keys is seen by. ``zeros`` is a row of zeros.
     """
 
+    limits: int
+    starts: int
     rows: int
     scores: int
     out: int
@@ -63,9 +68,35 @@ class Spare(NamedTuple):
 
 
 @kernel
+def _find_limits(context, first, num_keys, padded_keys, lanes, spare):
+    """For each vector of lanes, the keys of a tile that any of them sees; for each block of keys, the first vector.
+
+    What lies beyond is not computed: its probabilities are zeros.
+    """
+    width, rows = context[VECTOR_WIDTH], context[SCORE_ROWS]
+    vectors = lanes.padded // width
+    for vector in range(vectors):
+        # A vector's last lane sees the most.
+        high = load_i32(lanes.high + 4 * ((vector + 1) * width - 1))
+        store_i64(spare.limits + 8 * vector, max(0, min(num_keys, high - first)))
+    vector = 0
+    for block in range(padded_keys // rows):
+        while vector < vectors and load_i64(spare.limits + 8 * vector) <= block * rows:
+            vector += 1
+        store_i64(spare.starts + 8 * block, vector)
+
+
+@kernel
+def _fill_limits(limits, vectors, num_keys):
+    """The same number of keys for all vectors of lanes."""
+    for vector in range(vectors):
+        store_i64(limits + 8 * vector, num_keys)
+
+
+@kernel
 def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, padded_lanes, value_width, out,
                  out_stride, alpha, accumulate, spare):  # fmt: skip
-    """O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key], for whole blocks of keys.
+    """O[lane] = O[lane] alpha[lane] + sum_key P[key, lane] V[key], for keys up to each vector's limit.
 
     P is used up: where the product runs on tiles, it is transposed where it stands.
     """
@@ -78,8 +109,8 @@ def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, p
     granule = context[GRANULE]
     call(
         context[WEIGH_VALUES],
-        (values, spare.pairs_stride, columns, num_keys, probabilities, row_bytes, -(-num_lanes // granule) * granule,
-         out, out_stride, alpha, accumulate),
+        (values, spare.pairs_stride, columns, spare.limits, probabilities, row_bytes,
+         -(-num_lanes // granule) * granule, out, out_stride, alpha, accumulate),
     )  # fmt: skip
 
 
@@ -111,15 +142,21 @@ def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, 
     padding = context[KEY_PADDING]
     padded_keys = -(-num_keys // padding) * padding
     row_bytes = 4 * lanes.padded
-    call(context[SCORE], (key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, steps, scores))
+    _find_limits(context, first, num_keys, padded_keys, lanes, spare)
+    call(
+        context[SCORE],
+        (key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, steps, scores, spare.starts),
+    )
     same = lanes.common_start <= first and first + num_keys <= lanes.common_end
     if not same:
-        call(context[MASK], (scores, row_bytes, num_keys, lanes.padded, first, lanes.low, lanes.high))
+        call(context[MASK], (scores, row_bytes, spare.limits, lanes.padded, first, lanes.low, lanes.high))
     call(
         context[SOFTMAX],
-        (scores, row_bytes, num_keys, padded_keys, lanes.padded, state.m, state.l, alpha, exponent_scale),
+        (scores, row_bytes, spare.limits, padded_keys, lanes.padded, state.m, state.l, alpha, exponent_scale),
     )
-    if not same and call_int(context[ANY_NONFINITE], (value_rows, num_keys, value_width)) != 0:
+    # Rows that all lanes see may hold what they like.
+    seen = 0 if lanes.common_start > first else max(0, min(num_keys, lanes.common_end - first))
+    if not same and call_int(context[ANY_NONFINITE], (value_rows + 8 * seen, num_keys - seen, value_width)) != 0:
         _weigh_seen_values(context, value_rows, first, num_keys, padded_keys, lanes, state, scores, alpha,
                            value_width, accumulate, spare)  # fmt: skip
         return
@@ -153,6 +190,7 @@ def _weigh_seen_values(context, value_rows, first, num_keys, padded_keys, lanes,
             source = scores + 4 * (step * lanes.padded + lane)
             call(context[COPY], (spare.scores + 4 * step * padded, source, 4 * count))
         call(context[COPY], (spare.out, state.out + lane * stride, count * stride))
+        _fill_limits(spare.limits, padded // vector_width, padded_keys)
         weigh_values(context, spare.rows, padded_keys, spare.scores, 4 * padded, count, padded, value_width, spare.out,
                      stride, alpha + 4 * lane, accumulate, spare)  # fmt: skip
         call(context[COPY], (state.out + lane * stride, spare.out, count * stride))

@@ -16,7 +16,6 @@ from .context import (
     COPY,
     FINISH,
     K_PACK,
-    LANE_GROUP,
     NARROW,
     NATIVE_BYTES,
     PACK,
@@ -45,7 +44,7 @@ from .schedule import (
     last_seen,
     plan_attention,
 )
-from .scratch import dot_steps, key_source, lay_out, padded_columns, state_at, value_source, workspace_bytes
+from .scratch import dot_steps, key_source, lane_group, lay_out, padded_columns, state_at, value_source, workspace_bytes
 from .source import fetch
 from .validity import DONE, refuse
 
@@ -161,16 +160,16 @@ def _attend_run(context, p, sources, table, group, lanes, item, result, scratch,
     """
     depth, num_splits = 0, item[NUM_SPLITS]
     if num_splits == 0:
-        clear(state_at(context, scratch, result), lanes.padded)
+        clear(state_at(scratch, result), lanes.padded)
     for i in range(num_splits):
-        top = state_at(context, scratch, result if depth == 0 else scratch.states + depth * scratch.state_bytes)
+        top = state_at(scratch, result if depth == 0 else scratch.states + depth * scratch.state_bytes)
         _attend_split(context, p, sources, table, group, lanes, item[FIRST_SPLIT] + i, top, scratch, exponent_scale)
         depth += 1
         finished = i + 1
         while depth > 1 and (finished % 2 == 0 or i + 1 == num_splits):
             below = result if depth == 2 else scratch.states + (depth - 2) * scratch.state_bytes
-            a = state_at(context, scratch, below)
-            b = state_at(context, scratch, scratch.states + (depth - 1) * scratch.state_bytes)
+            a = state_at(scratch, below)
+            b = state_at(scratch, scratch.states + (depth - 1) * scratch.state_bytes)
             merge(context, a, b, lanes.num, lanes.padded, padded_columns(context, p), scratch.weights, exponent_scale)
             depth -= 1
             finished //= 2
@@ -183,8 +182,8 @@ def _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale):
     distance = 1
     while distance < num_slots:
         for i in range(0, num_slots - distance, 2 * distance):
-            a = state_at(context, scratch, slots + (first_slot + i) * scratch.state_bytes)
-            b = state_at(context, scratch, slots + (first_slot + i + distance) * scratch.state_bytes)
+            a = state_at(scratch, slots + (first_slot + i) * scratch.state_bytes)
+            b = state_at(scratch, slots + (first_slot + i + distance) * scratch.state_bytes)
             merge(context, a, b, lanes.num, lanes.padded, padded_columns(context, p), scratch.weights, exponent_scale)
         distance *= 2
 
@@ -234,7 +233,7 @@ def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots,
             return
         _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale)
         result = slots + group[FIRST_SLOT] * scratch.state_bytes
-    _write_lanes(context, p, group, first_token, state_at(context, scratch, result), score_scale, value_scale,
+    _write_lanes(context, p, group, first_token, state_at(scratch, result), score_scale, value_scale,
                  scratch)  # fmt: skip
 
 
@@ -265,7 +264,7 @@ def _plan(context, packed, seq_lens, query_start_loc, num_workers):
     """The plan of a call, the workers that it keeps busy, and the bytes of workspace that they need."""
     p = unpack(packed)
     items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, p.num_heads, p.group_heads, context[LANE_GROUP], context[VECTOR_WIDTH], p.causal,
+        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), context[VECTOR_WIDTH], p.causal,
         num_workers,
     )  # fmt: skip
     busy = min(num_workers, len(items))

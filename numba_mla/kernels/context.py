@@ -25,8 +25,8 @@ LANE_GROUP, KEY_PADDING, GRANULE = range(6, 9)
 SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS = range(9, 18)
 ANY_NONFINITE = 18
 CLEAR, COPY, PEAK, READ = range(19, 23)
-PREFETCH = 23
-LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(24, 29)
+PREFETCH, SCORE_ROWS, PREFILL_GROUP = range(23, 26)
+LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(26, 31)
 _ALONE = {
     SCORE: "score",
     WEIGH_VALUES: "weigh_values",
@@ -50,7 +50,7 @@ _ALONE = {
     RELEASE_TILES: "release_tiles",
 }
 # Families of functions, by element code.
-WIDEN = 29
+WIDEN = 31
 WIDEN_PAIRS = WIDEN + _MAX_FORMATS
 TO_NATIVE = WIDEN_PAIRS + _MAX_FORMATS
 NARROW = TO_NATIVE + _MAX_FORMATS
@@ -83,6 +83,8 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     table[NATIVE] = ELEMENT_CODES[isa.native]
     table[NATIVE_BYTES] = ELEMENT_BYTES[ELEMENT_CODES[isa.native]]
     table[LANE_GROUP] = isa.lane_group
+    table[PREFILL_GROUP] = isa.prefill_group
+    table[SCORE_ROWS] = isa.blocks.score[0]
     table[GRANULE] = isa.granule
     # Both products take whole blocks of keys.
     table[KEY_PADDING] = max(isa.blocks.score[0], VALUE_UNROLL, isa.granule * isa.k_pack)

@@ -17,6 +17,8 @@ KEY_TILE = 256
 KV_SPLIT = 1024
 # Items a worker should find at least, so that taking them one by one evens the load out.
 ITEMS_PER_WORKER = 12
+# Lanes that share a row's way through the caches well enough: fewer only where workers would have nothing to do.
+FEW_LANES = 32
 # How finely items are told apart by what they cost.
 NUM_RANKS = 1024
 
@@ -194,8 +196,11 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
         Splits of the longest item.
     """
     groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
-    # Too few items to go round: smaller lane groups make more of them.
-    while num_workers > 1 and lane_group > least_lanes and _count_items(groups) < 2 * num_workers:
+    # Too few items to go round evenly: smaller lane groups make more of them.
+    while num_workers > 1 and lane_group > least_lanes:
+        wanted = ITEMS_PER_WORKER if lane_group > FEW_LANES else 2
+        if _count_items(groups) >= wanted * num_workers:
+            break
         lane_group //= 2
         groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
     items, costs, num_slots, longest_run = _cut_groups(groups, num_workers)

@@ -9,7 +9,17 @@ import numba
 from ..memory import LINE
 from .attend import Spare, State
 from .compile import kernel
-from .context import COLUMN_STEP, INTERLEAVE, K_PACK, KEY_PADDING, LANE_GROUP, NATIVE, NATIVE_BYTES
+from .context import (
+    COLUMN_STEP,
+    INTERLEAVE,
+    K_PACK,
+    KEY_PADDING,
+    LANE_GROUP,
+    NATIVE,
+    NATIVE_BYTES,
+    PREFILL_GROUP,
+    VECTOR_WIDTH,
+)
 from .rows import padded_width
 from .schedule import KEY_TILE
 from .source import ROWS_AHEAD, RowSource
@@ -33,6 +43,7 @@ class Scratch(NamedTuple):
     alpha: int
     weights: int
     zeros: int
+    group: int
     out_stride: int
     state_bytes: int
     states: int
@@ -47,9 +58,15 @@ def line_up(num_bytes):
 
 @kernel
 def _panel_stride(num_bytes):
-    """Bytes from row to row: whole lines, and no large power of two, whose rows would share a few cache sets."""
-    stride = line_up(num_bytes)
-    return stride + LINE if stride % 1024 == 0 else stride
+    """Bytes from row to row: whole lines, and an odd number, so that a column of rows uses every cache set."""
+    lines = -(-num_bytes // LINE)
+    return (lines + 1 - lines % 2) * LINE
+
+
+@kernel
+def lane_group(context, p):
+    """Lanes of an item at most: more where heads do not share rows, which are then narrower."""
+    return context[LANE_GROUP] if p.values == 0 else context[PREFILL_GROUP]
 
 
 @kernel
@@ -67,7 +84,7 @@ def dot_steps(context, p):
 @kernel
 def lay_out(context, p, longest_run, base):
     """The memory of a worker whose longest item runs over that many splits."""
-    group = context[LANE_GROUP]
+    group = lane_group(context, p)
     padded_keys = KEY_TILE + context[KEY_PADDING]
     lane_bytes = line_up(4 * group)
     rows_bytes = line_up(8 * (padded_keys + ROWS_AHEAD))
@@ -92,26 +109,40 @@ def lay_out(context, p, longest_run, base):
     spare_rows = pairs + (numba.int64(0) if context[INTERLEAVE] == 0 else padded_keys // 2 * pairs_stride)
     spare_scores = spare_rows + rows_bytes
     spare_out = spare_scores + line_up(4 * padded_keys * group)
-    low = spare_out + group * out_stride
+    limits = spare_out + group * out_stride
+    starts = limits + line_up(8 * (group // context[VECTOR_WIDTH]))
+    low = starts + rows_bytes
     high = low + lane_bytes
     alpha = high + lane_bytes
     weights = alpha + lane_bytes
     zeros = weights + 2 * lane_bytes
     states = zeros + line_up(max(4 * p.width, key_stride, value_stride, out_stride))
     end = states + levels * state_bytes
-    spare = Spare(spare_rows, spare_scores, spare_out, pairs, pairs_stride, zeros)
+    spare = Spare(limits, starts, spare_rows, spare_scores, spare_out, pairs, pairs_stride, zeros)
     return Scratch(q_packed, scores, key_rows, key_panel, key_stride, value_rows, value_panel, value_stride,
-                   rows_bytes, spare, low, high, alpha, weights, zeros, out_stride, state_bytes, states,
-                   end)  # fmt: skip
+                   rows_bytes, spare, low, high, alpha, weights, zeros, group, out_stride, state_bytes,
+                   states, end)  # fmt: skip
+
+
+@kernel
+def _is_dense(row_stride, row_bytes):
+    """Whether rows lie close enough to be read in place, one column of many of them at a time.
+
+    Rows of one head among many are far apart, often by a power of two, and would share a few cache sets.
+    """
+    return row_stride < 2 * row_bytes
 
 
 @kernel
 def key_source(context, p, head, scratch):
     """The key rows of a head; they serve as value rows too where these have no address of their own."""
     native = p.row_element == context[NATIVE] and padded_width(context, p.width) == p.width
-    whole = p.values != 0 or p.value_width % context[COLUMN_STEP] == 0
+    if p.values == 0:
+        in_place = native and p.value_width % context[COLUMN_STEP] == 0
+    else:
+        in_place = native and _is_dense(p.key_row_stride, context[NATIVE_BYTES] * p.width)
     return RowSource(p.keys + head * p.key_head_stride, p.key_page_stride, p.key_row_stride, p.block_size,
-                     p.row_element, p.width, int(native and whole), scratch.key_rows,
+                     p.row_element, p.width, int(in_place), scratch.key_rows,
                      scratch.key_rows + scratch.rows_bytes, scratch.key_panel, scratch.key_stride,
                      scratch.zeros)  # fmt: skip
 
@@ -119,19 +150,19 @@ def key_source(context, p, head, scratch):
 @kernel
 def value_source(context, p, head, scratch):
     """The value rows of a head, read in place where they are whole vectors."""
-    native = p.row_element == context[NATIVE]
-    whole = p.value_width % context[COLUMN_STEP] == 0
+    whole = p.row_element == context[NATIVE] and p.value_width % context[COLUMN_STEP] == 0
+    in_place = whole and _is_dense(p.value_row_stride, context[NATIVE_BYTES] * p.value_width)
     return RowSource(p.values + head * p.value_head_stride, p.value_page_stride, p.value_row_stride, p.block_size,
-                     p.row_element, p.value_width, int(native and whole), scratch.value_rows,
+                     p.row_element, p.value_width, int(in_place), scratch.value_rows,
                      scratch.value_rows + scratch.rows_bytes, scratch.value_panel, scratch.value_stride,
                      scratch.zeros)  # fmt: skip
 
 
 @kernel
-def state_at(context, scratch, address):
+def state_at(scratch, address):
     """The softmax state that lies at an address."""
-    m = address + context[LANE_GROUP] * scratch.out_stride
-    return State(m, m + line_up(4 * context[LANE_GROUP]), address, scratch.out_stride)
+    m = address + scratch.group * scratch.out_stride
+    return State(m, m + line_up(4 * scratch.group), address, scratch.out_stride)
 
 
 @kernel
