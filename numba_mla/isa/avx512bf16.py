@@ -57,7 +57,7 @@ def record(host: Host) -> Isa:
         name="avx512bf16",
         cpu=CPU,
         features=FEATURES,
-        blocks=Blocks(16, score=(8, 1), value=(8, 2), weight=(4, 4)),
+        blocks=Blocks(16, score=(8, 1), value=(8, 2), weight=(6, 4)),
         k_pack=2,
         p_rounding=2.0**-8,
         native="bfloat16",

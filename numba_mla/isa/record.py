@@ -173,7 +173,7 @@ class Isa:
     def weight_rows(self) -> tuple[int, ...]:
         """Rows of a block of packed weights: the most, and what covers any rest, largest first."""
         most = self.blocks.weight[0]
-        return (most,) if self.tiles is not None else (most, *(n for n in (2, 1) if n < most))
+        return (most,) if self.tiles is not None else (most, *(n for n in (4, 2, 1) if n < most))
 
     @property
     def native_bytes(self) -> int:
