@@ -10,7 +10,6 @@ from case import FLOATS, Case
 
 import numba_mla
 from numba_mla.memory import aligned_zeros
-from numba_mla.ops.pages import check_pages
 from numba_mla.quant import DS_BYTES
 from numba_mla.runtime import select_isa
 from numba_mla.testing.inputs import decode_problem, latent_problem, prefill_problem
@@ -82,7 +81,7 @@ def _attention_case(name, op, bounds, problem, isa, flops, num_bytes, beside=Non
     q = problem["q"]
     out = np.empty((*q.shape[:2], problem["v"].shape[2] if "v" in problem else LATENT), q.dtype)
     lse = np.empty(q.shape[:2], np.float32)
-    record = select_isa(isa, _arithmetic(problem))
+    record = select_isa(isa, q.dtype.name)
     return Case(
         name=name,
         isa=record.name,
@@ -94,14 +93,6 @@ def _attention_case(name, op, bounds, problem, isa, flops, num_bytes, beside=Non
         num_bytes=num_bytes,
         beside=beside,
     )
-
-
-def _arithmetic(problem: dict) -> str:
-    """The element type that a problem is computed in."""
-    q = problem["q"]
-    if "kv_cache" not in problem:
-        return q.dtype.name
-    return check_pages(problem["kv_cache"], LATENT, WIDTH, problem.get("cache_scale")).arithmetic(q.dtype)
 
 
 def _aligned(problem: dict) -> dict:

@@ -87,6 +87,8 @@ def latent_blocks(q, kv_cache, block_table, seq_lens, query_start_loc, kv_lora_r
     """Yield (tokens, q, k, v, num_visible), `attend`'s arguments, for the absorbed queries of `extend`."""
     for request, seq_len in enumerate(seq_lens):
         rows = _request_rows(kv_cache, block_table, request, seq_len, cache_scale)[:, None]
+        if _is_656(kv_cache):
+            rows = _float64(rows.astype(np.float32).astype(ml_dtypes.bfloat16))
         queries = query_start_loc[request : request + 2]
         yield from _query_blocks(q, rows, rows[..., :kv_lora_rank], queries, causal)
 
@@ -143,6 +145,7 @@ def decode(
     """Attend from one absorbed query per request to the first seq_lens rows of its pages.
 
     It is `extend` of one token each. Returns out (B, H, Dc) and lse (B, H); 0 and -inf where seq_lens is 0.
+    A row of 656 bytes means code * scale, a float32 product rounded to bfloat16.
 
     Parameters
     ----------
@@ -173,7 +176,7 @@ def extend(
     """Attend from each request's new absorbed queries to its cache rows, the new tokens' own included.
 
     Of n new queries, the i-th sees the first seq_len - n + i + 1 keys; all of them if not `causal`.
-    Returns out (T, H, Dc) and lse (T, H); 0 and -inf where no key is seen.
+    Returns out (T, H, Dc) and lse (T, H); 0 and -inf where no key is seen. Rows of 656 bytes are as in `decode`.
 
     Parameters
     ----------

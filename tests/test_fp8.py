@@ -18,9 +18,8 @@ DS = "fp8_ds_mla"
 
 
 def p_rounding(problem):
-    """u_P of the instruction set in force: rows of 656 bytes are attended in float32."""
-    exact = problem["kv_cache"].dtype == np.uint8
-    return select_isa(None, "float32" if exact else problem["q"].dtype.name).p_rounding
+    """u_P of the instruction set in force."""
+    return select_isa(None, problem["q"].dtype.name).p_rounding
 
 
 def empty_cache(layout, num_blocks, block_size, width):

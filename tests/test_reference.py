@@ -335,7 +335,7 @@ def test_the_656_byte_row(rng):
 
     arguments = {"scale": 0.05, "kv_lora_rank": 512}
     q = rng.standard_normal((1, 2, 576))
-    dense = np.concatenate([got_c, got_pe], axis=-1)[None, 1:]
+    dense = np.concatenate([got_c, got_pe], axis=-1)[None, 1:].astype(np.float32).astype(BF16)
     direct = reference.decode(q, cache, [[0]], [1], **arguments)
     np.testing.assert_array_equal(direct[0], reference.decode(q, dense, [[0]], [1], **arguments)[0])
 

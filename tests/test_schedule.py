@@ -90,3 +90,14 @@ def test_one_long_request_keeps_64_cores_busy():
 def test_longer_requests_do_not_take_more_slots():
     slots = [plan([seq_len], [1], 128, 2)[2] for seq_len in (8192, 32768, 131072)]
     assert max(slots) <= 2 * 2 * schedule.ITEMS_PER_WORKER
+
+
+@pytest.mark.parametrize("lane_group", [16, 512, 4096])
+def test_one_worker_takes_each_group_whole(lane_group):
+    """Whatever the numbers: a run that is doubled until it is long enough must not overflow on the way."""
+    items, groups, num_slots, longest = schedule.plan_attention(
+        np.array([4096]), np.array([0, 1024]), 16, 1, lane_group, LEAST_LANES, 1, 1
+    )
+    assert len(items) == len(groups) == 16 * -(-1024 // lane_group)
+    assert num_slots == 0
+    assert longest == 4

@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from ..isa import Isa
-from . import blocks, products, rows, softmax, tiles
+from . import blocks, native, products, rows, softmax, tiles
 from .text import Function
 from .vector import FLOAT8S, FLOATS, FORMATS
 
@@ -78,7 +78,7 @@ def build_module(isa: Isa, triple: str) -> str:
         rows.build_copy(),
         *(rows.build_widen(isa, element) for element in FORMATS),
         *(rows.build_widen_pairs(isa, element) for element in FORMATS),
-        *(rows.build_native(isa, element) for element in FORMATS),
+        *(build(isa, n) for n in native.ROW_FORMATS for build in (native.build_native, native.build_native_rows)),
         *(build(isa, element) for element in FLOATS for build in (rows.build_narrow, rows.build_finish)),
         *(rows.build_pack(isa, element) for element in FLOATS if element.name in isa.dtypes),
         *(rows.build_quantise(isa, element) for element in FLOAT8S),

@@ -26,18 +26,18 @@ def build_score(isa: Isa) -> Function:
 
     Arguments of the function: ``rows``, addresses of key rows, and ``ahead``, of rows to prefetch on the first
     pass over lanes; ``keys``, whole blocks; ``q``, packed [step][lane]; ``lanes``, whole vectors; ``steps``;
-    ``s``, float32 [key][lane]; ``starts``, for each block of keys the first vector of lanes that sees any of
-    them, as all further ones do: scores of those before it are not computed.
+    ``s``, float32 [key][lane]; ``stride``, the bytes of a step and of a key; ``starts``, for each block of keys
+    the first vector of lanes that sees any of them, as all further ones do: scores of those before it are not
+    computed.
     """
     f = Function("score", [("ptr", "rows"), ("ptr", "ahead"), ("i64", "keys"), ("ptr", "q"), ("i64", "lanes"),
-                           ("i64", "steps"), ("ptr", "s"), ("ptr", "starts")])  # fmt: skip
+                           ("i64", "steps"), ("ptr", "s"), ("i64", "stride"), ("ptr", "starts")])  # fmt: skip
     rows, most = isa.blocks.score
-    stride = f.value("shl i64 %lanes, 2")
     vectors = f.value(f"udiv i64 %lanes, {isa.vector_width}")
     with f.loop(0, "%keys", rows) as key:
         at = f.value(f"shl i64 {key.index}, 3")
         here, soon = f.offset("%rows", at), f.offset("%ahead", at)
-        line = f.offset("%s", f.value(f"mul i64 {key.index}, {stride}"))
+        line = f.offset("%s", f.value(f"mul i64 {key.index}, %stride"))
         seen_from = f.load("i64", f.offset("%starts", f.value(f"udiv i64 {at}, {rows}")))
 
         def block(start: str, size: int) -> None:
@@ -46,8 +46,8 @@ def build_score(isa: Isa) -> Function:
             ahead = f.value(f"select i1 {first}, ptr {soon}, ptr {here}")
             q, s = f.offset("%q", lane_bytes), f.offset(line, lane_bytes)
             f.do(
-                f"call void @{dot_name(rows, size)}(ptr {here}, ptr {ahead}, ptr {q}, i64 {stride}, i64 %steps, "
-                f"ptr {s}, i64 {stride}, i64 0)"
+                f"call void @{dot_name(rows, size)}(ptr {here}, ptr {ahead}, ptr {q}, i64 %stride, i64 %steps, "
+                f"ptr {s}, i64 %stride, i64 0)"
             )
 
         _loop_blocks(f, vectors, range(most, 0, -1), block, seen_from)

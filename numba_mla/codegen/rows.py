@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from ..isa import Isa
 from ..memory import LINE
+from .native import native_format
 from .text import Function
-from .vector import FORMATS, ElementFormat, constant, multiply_add
+from .vector import ElementFormat, constant, multiply_add
 
 
 def build_blend(isa: Isa) -> Function:
@@ -90,24 +91,6 @@ def build_widen_pairs(isa: Isa, element: ElementFormat) -> Function:
     return f
 
 
-def build_native(isa: Isa, element: ElementFormat) -> Function:
-    """One row to the native element type; ``ahead`` is a row that will be read soon, prefetched alongside."""
-    native = next(known for known in FORMATS if known.name == isa.native)
-    f = Function(f"native_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n"), ("ptr", "ahead")])
-
-    def emit(width: int, at: str) -> None:
-        index = f.value(f"lshr i64 {at}, 2")
-        place = f.value(f"mul i64 {index}, {element.num_bytes}")
-        x = f.load(f"<{width} x {element.llvm}>", f.offset("%source", place))
-        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset('%ahead', place)}, i32 0, i32 2, i32 1)")
-        if element is not native:
-            x = native.emit_narrow(f, width, element.emit_widen(f, width, x))
-        f.store(f"<{width} x {native.llvm}>", x, f.offset("%target", f.value(f"mul i64 {index}, {native.num_bytes}")))
-
-    _each_vector(f, isa, emit)
-    return f
-
-
 def build_narrow(isa: Isa, element: ElementFormat) -> Function:
     """One row of float32 to the element's format, rounded to nearest even."""
     f = Function(f"narrow_{element.name}", [("ptr", "target"), ("ptr", "source"), ("i64", "n")])
@@ -185,7 +168,7 @@ def build_pack(isa: Isa, element: ElementFormat) -> Function:
 def build_any_nonfinite(isa: Isa) -> Function:
     """1 if any of the first ``n`` native elements of any of the rows is NaN or infinite, else 0."""
     f = Function("any_nonfinite", [("ptr", "rows"), ("i64", "keys"), ("i64", "n")], returns="i64")
-    native = next(known for known in FORMATS if known.name == isa.native)
+    native = native_format(isa)
     scalar_bits, exponent = {"float32": ("i32", 0x7F800000), "bfloat16": ("i16", 0x7F80)}[native.name]
 
     def found(width: int, pointer: str, so_far: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from . import avx2, avx512bf16, avx512f
+from . import avx2, avx512bf16, avx512f, avx512vbmi
 from .avx512bf16 import flushed, pairs
 from .host import TILE_FEATURES, Host
 from .record import Blocks, Isa, TileOps
@@ -62,8 +62,9 @@ def record(host: Host) -> Isa:
         avx512bf16.record(host),
         name="amx_bf16",
         cpu=vectors.CPU,
-        features=",".join(filter(None, (vectors.FEATURES, *tiles))),
+        features=",".join(filter(None, (vectors.FEATURES, *avx512vbmi.features(host), *tiles))),
         blocks=Blocks(16, score=(32, 2), value=(32, 2), weight=(16, 4)),
         companion=companion,
         tiles=TILES,
+        narrow=avx512bf16.NARROW if vectors is avx512bf16 else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from . import avx512f
+from . import avx512f, avx512vbmi
 from .host import Host
 from .record import Blocks, Isa, TileOp
 
@@ -45,6 +45,14 @@ MULTIPLY_ADD = TileOp(
     twin=_dot_pairs,
 )
 
+NARROW = TileOp(
+    text="""\
+  {result} = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> {high}, <16 x float> {low})
+""",
+    declarations=("declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)",),
+    twin=lambda low, high: flushed(np.concatenate([low, high])).astype(ml_dtypes.bfloat16),
+)
+
 
 def runs_on(host: Host) -> bool:
     """avx512f's machines with the bfloat16 extension."""
@@ -52,11 +60,11 @@ def runs_on(host: Host) -> bool:
 
 
 def record(host: Host) -> Isa:
-    """The same record, and so the same bits, on every machine that has it."""
+    """The same bits on every machine that has it; bytes are looked up where it can."""
     return Isa(
         name="avx512bf16",
         cpu=CPU,
-        features=FEATURES,
+        features=",".join((FEATURES, *avx512vbmi.features(host))),
         blocks=Blocks(16, score=(8, 1), value=(8, 2), weight=(6, 4)),
         k_pack=2,
         p_rounding=2.0**-8,
@@ -66,5 +74,7 @@ def record(host: Host) -> Isa:
         lane_group=128,
         prefill_group=256,
         multiply_add=MULTIPLY_ADD,
+        look_up=avx512vbmi.look_up(host),
+        narrow=NARROW,
         power=avx512f.POWER,
     )

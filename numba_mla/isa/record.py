@@ -123,6 +123,11 @@ class Isa:
         Where instructions for powers of two are at hand; else integer arithmetic does.
     tiles : TileOps or None
         Where both products run on tile operands instead.
+    look_up : TileOp or None
+        ``(first, codes, second)`` -> the bytes, of the 128 that ``first`` and ``second`` hold, which the lower 7
+        bits of 64 codes say; None where arithmetic does as well.
+    narrow : TileOp or None
+        ``(low, high)`` -> two vectors of float32, rounded to bfloat16, side by side; None where arithmetic does it.
     """
 
     name: str
@@ -139,11 +144,14 @@ class Isa:
     multiply_add: TileOp
     power: PowerOps | None = None
     tiles: TileOps | None = None
+    look_up: TileOp | None = None
+    narrow: TileOp | None = None
 
     @property
     def declarations(self) -> tuple[str, ...]:
         """What its operations on vectors declare."""
-        ops = [self.multiply_add, *((self.power.round_off, self.power.scale) if self.power is not None else ())]
+        powers = () if self.power is None else (self.power.round_off, self.power.scale)
+        ops = filter(None, (self.multiply_add, *powers, self.look_up, self.narrow))
         return tuple(line.format(width=self.vector_width) for op in ops for line in op.declarations)
 
     @property

@@ -29,11 +29,13 @@ class Lanes(NamedTuple):
 
     A lane sees the keys from ``low`` to before ``high`` (int32 a lane), and every lane those from
     ``common_start`` to before ``common_end``; none sees less than the lane before it. ``num`` lanes are real;
-    ``padded``, whole vectors, are computed.
+    ``padded``, whole vectors, are computed. ``stride`` is the bytes of a dot step of the queries, and of a key of
+    the scores.
     """
 
     num: int
     padded: int
+    stride: int
     q_packed: int
     low: int
     high: int
@@ -130,7 +132,7 @@ def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, 
     lanes : Lanes
     state : State
     scores, alpha : address
-        Scratch: float32 [KEY_TILE + padding, padded lanes], float32 [padded lanes].
+        Scratch: [KEY_TILE + padding] rows of ``stride`` bytes, float32 [padded lanes].
     steps, value_width : int
         Dot steps of a score; value columns.
     exponent_scale : float32
@@ -141,18 +143,17 @@ def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, 
     """
     padding = context[KEY_PADDING]
     padded_keys = -(-num_keys // padding) * padding
-    row_bytes = 4 * lanes.padded
     _find_limits(context, first, num_keys, padded_keys, lanes, spare)
     call(
         context[SCORE],
-        (key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, steps, scores, spare.starts),
+        (key_rows, ahead, padded_keys, lanes.q_packed, lanes.padded, steps, scores, lanes.stride, spare.starts),
     )
     same = lanes.common_start <= first and first + num_keys <= lanes.common_end
     if not same:
-        call(context[MASK], (scores, row_bytes, spare.limits, lanes.padded, first, lanes.low, lanes.high))
+        call(context[MASK], (scores, lanes.stride, spare.limits, lanes.padded, first, lanes.low, lanes.high))
     call(
         context[SOFTMAX],
-        (scores, row_bytes, spare.limits, padded_keys, lanes.padded, state.m, state.l, alpha, exponent_scale),
+        (scores, lanes.stride, spare.limits, padded_keys, lanes.padded, state.m, state.l, alpha, exponent_scale),
     )
     # Rows that all lanes see may hold what they like.
     seen = 0 if lanes.common_start > first else max(0, min(num_keys, lanes.common_end - first))
@@ -160,7 +161,7 @@ def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, 
         _weigh_seen_values(context, value_rows, first, num_keys, padded_keys, lanes, state, scores, alpha,
                            value_width, accumulate, spare)  # fmt: skip
         return
-    weigh_values(context, value_rows, padded_keys, scores, row_bytes, lanes.num, lanes.padded, value_width,
+    weigh_values(context, value_rows, padded_keys, scores, lanes.stride, lanes.num, lanes.padded, value_width,
                  state.out, state.out_stride, alpha, accumulate, spare)  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def _weigh_seen_values(context, value_rows, first, num_keys, padded_keys, lanes,
         count = end - lane
         padded = -(-count // vector_width) * vector_width
         for step in range(padded_keys // context[K_PACK]):
-            source = scores + 4 * (step * lanes.padded + lane)
+            source = scores + step * lanes.stride + 4 * lane
             call(context[COPY], (spare.scores + 4 * step * padded, source, 4 * count))
         call(context[COPY], (spare.out, state.out + lane * stride, count * stride))
         _fill_limits(spare.limits, padded // vector_width, padded_keys)

@@ -44,7 +44,17 @@ from .schedule import (
     last_seen,
     plan_attention,
 )
-from .scratch import dot_steps, key_source, lane_group, lay_out, padded_columns, state_at, value_source, workspace_bytes
+from .scratch import (
+    dot_steps,
+    key_source,
+    lane_group,
+    lane_stride,
+    lay_out,
+    padded_columns,
+    state_at,
+    value_source,
+    workspace_bytes,
+)
 from .source import fetch
 from .validity import DONE, refuse
 
@@ -63,11 +73,10 @@ def _join_parts(context, p, latent, rotary, joined):
 
 
 @kernel
-def _fill_steps(context, p, padded_lanes, scratch):
+def _fill_steps(context, p, stride, scratch):
     """Zeros for the dot steps that a row does not fill."""
     real = -(-p.width // context[K_PACK])
-    step_bytes = 4 * padded_lanes
-    call(context[CLEAR], (scratch.q_packed + real * step_bytes, (dot_steps(context, p) - real) * step_bytes))
+    call(context[CLEAR], (scratch.q_packed + real * stride, (dot_steps(context, p) - real) * stride))
 
 
 @kernel
@@ -98,6 +107,7 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
     vector = context[VECTOR_WIDTH]
     first_lane, num_lanes = group[FIRST_LANE], group[NUM_LANES]
     padded = -(-num_lanes // vector) * vector
+    stride = lane_stride(padded)
     latent, rotary = scratch.key_rows, scratch.spare.rows
     token = first_lane // p.group_heads
     head = first_lane - token * p.group_heads
@@ -123,14 +133,14 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
         target = scratch.q_packed + 4 * block
         if p.q_split % context[K_PACK] != 0:
             _join_parts(context, p, latent, rotary, scratch.key_panel)
-            call(context[PACK + p.q_element], (target, 4 * padded, latent, p.width))
+            call(context[PACK + p.q_element], (target, stride, latent, p.width))
             continue
-        call(context[PACK + p.q_element], (target, 4 * padded, latent, p.q_split))
-        target += 4 * padded * (p.q_split // context[K_PACK])
-        call(context[PACK + p.q_element], (target, 4 * padded, rotary, p.width - p.q_split))
-    _fill_steps(context, p, padded, scratch)
+        call(context[PACK + p.q_element], (target, stride, latent, p.q_split))
+        target += stride * (p.q_split // context[K_PACK])
+        call(context[PACK + p.q_element], (target, stride, rotary, p.width - p.q_split))
+    _fill_steps(context, p, stride, scratch)
     common_end = last_seen(first_lane // p.group_heads, seq_len, num_new, p.causal) + 1
-    return Lanes(num_lanes, padded, scratch.q_packed, scratch.low, scratch.high, 0, common_end)
+    return Lanes(num_lanes, padded, stride, scratch.q_packed, scratch.low, scratch.high, 0, common_end)
 
 
 @kernel

@@ -8,11 +8,13 @@ import numpy as np
 
 from ..codegen.blocks import VALUE_UNROLL
 from ..codegen.link import link
+from ..codegen.native import ROW_FORMATS
 from ..codegen.vector import FORMATS
 from ..isa import Isa
 
-# Element codes: the place of a format in codegen's list.
+# Element codes: the place of a format in codegen's list. Rows of 656 bytes, of several types, have one after those.
 ELEMENT_CODES = {element.name: code for code, element in enumerate(FORMATS)}
+_ROW_CODES = {name: code for code, name in enumerate(ROW_FORMATS)}
 ELEMENT_BYTES = tuple(element.num_bytes for element in FORMATS)
 _MAX_FORMATS = 8
 
@@ -58,7 +60,8 @@ FINISH = NARROW + _MAX_FORMATS
 PACK = FINISH + _MAX_FORMATS
 QUANTISE = PACK + _MAX_FORMATS
 NARROW_ROWS = QUANTISE + _MAX_FORMATS
-CONTEXT_SIZE = NARROW_ROWS + _MAX_FORMATS
+NATIVE_ROWS = NARROW_ROWS + _MAX_FORMATS
+CONTEXT_SIZE = NATIVE_ROWS + _MAX_FORMATS
 _BY_ELEMENT = {
     WIDEN: "widen",
     WIDEN_PAIRS: "widen_pairs",
@@ -68,6 +71,7 @@ _BY_ELEMENT = {
     PACK: "pack",
     QUANTISE: "quantise",
     NARROW_ROWS: "narrow_rows",
+    NATIVE_ROWS: "native_rows",
 }
 
 
@@ -91,7 +95,7 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     for place, name in _ALONE.items():
         table[place] = addresses.get(name, 0)
     for family, word in _BY_ELEMENT.items():
-        for name, code in ELEMENT_CODES.items():
+        for name, code in _ROW_CODES.items():
             # Queries and results are never fp8, nothing else is quantised: 0 where there is no function.
             table[family + code] = addresses.get(f"{word}_{name}", 0)
     return table

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from ..codegen.native import (
+    DS,
+    DS_BLOCK,
+    DS_LATENT,
+    DS_ROTARY,
+    DS_ROTARY_AT,
+    DS_SCALES_AT,
+    ROW_FORMATS,
+)
 from .compile import kernel
 from .context import CLEAR, COPY, ELEMENT_CODES, GRANULE, K_PACK, NARROW, NATIVE_BYTES, SCALE, TO_NATIVE, WIDEN
 from .memory import call, load_f32
 
 _E4M3FN = ELEMENT_CODES["float8_e4m3fn"]
 _BFLOAT16 = ELEMENT_CODES["bfloat16"]
-# A row of 656 bytes: 512 e4m3fn codes, 4 float32 scales, one for each 128 of them, 64 bfloat16. It has a code
-# of its own, after those of the element types.
-FP8_DS_MLA = len(ELEMENT_CODES)
-DS_LATENT, DS_BLOCK, DS_ROTARY = 512, 128, 64
-DS_SCALES_AT = DS_LATENT
-DS_ROTARY_AT = DS_LATENT + 4 * (DS_LATENT // DS_BLOCK)
-DS_BYTES = DS_ROTARY_AT + 2 * DS_ROTARY
+FP8_DS_MLA = ROW_FORMATS.index(DS)
 
 
 @kernel
@@ -44,10 +47,7 @@ def padded_width(context, width):
 @kernel
 def native_row(context, target, source, element, width, ahead):
     """A whole row to the native type, filled up with zeros; ``ahead`` is a row that will be read soon."""
-    if element == FP8_DS_MLA:
-        widen_row(context, target, source, element, width, ahead)
-    else:
-        call(context[TO_NATIVE + element], (target, source, width, ahead))
+    call(context[TO_NATIVE + element], (target, source, width, ahead))
     size = context[NATIVE_BYTES]
     padding = padded_width(context, width) - width
     if padding > 0:

@@ -21,6 +21,9 @@ ITEMS_PER_WORKER = 12
 FEW_LANES = 32
 # How finely items are told apart by what they cost.
 NUM_RANKS = 1024
+# Where a worker finds more items than this, each is too small a part for its place to matter: they stay together by
+# their rows, which the next item finds in a cache.
+SORTED_ITEMS = 24
 
 # Columns of a lane group: its request and heads, its lanes, one past the last key that any of them sees; the
 # first partial slot of a group of several items, how many these are, and how many of them are not done yet.
@@ -102,10 +105,9 @@ def _cut_groups(groups, num_workers):
     for group in range(len(groups)):
         total += groups[group, NUM_LANES] * groups[group, END]
         most_lanes = max(most_lanes, groups[group, NUM_LANES])
-    run = 1
-    if num_workers == 1:
-        run = 1 << 40
-    while 2 * run * KV_SPLIT * most_lanes * num_workers * ITEMS_PER_WORKER <= total:
+    # A worker alone takes each group whole.
+    run = 1 << 40 if num_workers == 1 else 1
+    while num_workers > 1 and 2 * run * KV_SPLIT * most_lanes * num_workers * ITEMS_PER_WORKER <= total:
         run *= 2
     num_items, num_slots = 0, 0
     for group in range(len(groups)):
@@ -148,6 +150,16 @@ def _count_items(groups):
 
 
 @kernel
+def _reverse(items):
+    """The items from the last to the first: of the groups of one head, those that see the most keys come first."""
+    reversed_items = np.empty_like(items)
+    for item in range(len(items)):
+        for column in range(ITEM_SIZE):
+            reversed_items[item, column] = items[len(items) - 1 - item, column]
+    return reversed_items
+
+
+@kernel
 def _sort(items, costs):
     """The items from the costliest to the cheapest, to a part in NUM_RANKS; equal ranks stay in order."""
     largest = np.int64(1)
@@ -169,7 +181,7 @@ def _sort(items, costs):
 
 @kernel
 def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers):
-    """Plan a call: its work items, the heaviest first.
+    """Plan a call: its work items, the heaviest first, or by their rows where they are many.
 
     Parameters
     ----------
@@ -204,4 +216,6 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
         lane_group //= 2
         groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
     items, costs, num_slots, longest_run = _cut_groups(groups, num_workers)
+    if len(items) > SORTED_ITEMS * num_workers:
+        return _reverse(items), groups, num_slots, longest_run
     return _sort(items, costs), groups, num_slots, longest_run

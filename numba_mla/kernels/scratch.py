@@ -22,7 +22,7 @@ from .context import (
 )
 from .rows import padded_width
 from .schedule import KEY_TILE
-from .source import ROWS_AHEAD, RowSource
+from .source import MOST_ROWS_AHEAD, RowSource
 
 
 class Scratch(NamedTuple):
@@ -64,6 +64,12 @@ def _panel_stride(num_bytes):
 
 
 @kernel
+def lane_stride(padded_lanes):
+    """Bytes of a row of float32, one a lane."""
+    return _panel_stride(4 * padded_lanes)
+
+
+@kernel
 def lane_group(context, p):
     """Lanes of an item at most: more where heads do not share rows, which are then narrower."""
     return context[LANE_GROUP] if p.values == 0 else context[PREFILL_GROUP]
@@ -87,7 +93,7 @@ def lay_out(context, p, longest_run, base):
     group = lane_group(context, p)
     padded_keys = KEY_TILE + context[KEY_PADDING]
     lane_bytes = line_up(4 * group)
-    rows_bytes = line_up(8 * (padded_keys + ROWS_AHEAD))
+    rows_bytes = line_up(8 * (padded_keys + MOST_ROWS_AHEAD))
     columns = padded_columns(context, p)
     out_stride = _panel_stride(4 * columns)
     width = padded_width(context, p.width)
@@ -100,8 +106,8 @@ def lay_out(context, p, longest_run, base):
     while (1 << (levels - 2)) < longest_run:
         levels += 1
     q_packed = base
-    scores = q_packed + line_up(4 * dot_steps(context, p) * group)
-    key_rows = scores + line_up(4 * padded_keys * group)
+    scores = q_packed + dot_steps(context, p) * lane_stride(group)
+    key_rows = scores + padded_keys * lane_stride(group)
     key_panel = key_rows + 2 * rows_bytes
     value_rows = key_panel + padded_keys * key_stride
     value_panel = value_rows + 2 * rows_bytes
@@ -140,7 +146,7 @@ def key_source(context, p, head, scratch):
     if p.values == 0:
         in_place = native and p.value_width % context[COLUMN_STEP] == 0
     else:
-        in_place = native and _is_dense(p.key_row_stride, context[NATIVE_BYTES] * p.width)
+        in_place = native
     return RowSource(p.keys + head * p.key_head_stride, p.key_page_stride, p.key_row_stride, p.block_size,
                      p.row_element, p.width, int(in_place), scratch.key_rows,
                      scratch.key_rows + scratch.rows_bytes, scratch.key_panel, scratch.key_stride,

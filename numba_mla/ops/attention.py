@@ -8,7 +8,7 @@ from ..checks import check_array, check_count, check_flag, check_integers, check
 from ..kernels.problem import Problem
 from ..kernels.validity import BAD_METADATA, NEW_TOKENS, PAGES, STARTS
 from ..runtime import context_for, isa_choice
-from .elements import CODES
+from .elements import CODES, NAMES
 from .forms import Forms, form_of
 from .launch import Arrays, AttentionCall, Prepared, attention_call, known_call, prepare_outputs, run_attention
 from .pages import check_pages, check_row_dtype, check_used_pages, read_block_table
@@ -29,7 +29,8 @@ def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache
         Absorbed queries, float32, float16 or bfloat16: ``[q_nope @ W_UK | q_pe]``.
     kv_cache : ndarray (num_blocks, block_size, Dc + Dr), or uint8 (num_blocks, block_size, 656)
         The paged cache, rows ``[latent | rotated key]``: of q's dtype, float8_e4m3fn, float8_e5m2, or in
-        FlashMLA's layout of 656 bytes (512 e4m3fn, 4 float32 scales, 64 bfloat16).
+        FlashMLA's layout of 656 bytes (512 e4m3fn, 4 float32 scales, 64 bfloat16), whose row means the latents
+        code * scale, a float32 product rounded once to bfloat16, whatever q's dtype.
     block_table : int array (B, M), or None
         Pages of each request, in order; None: page b is request b. Entries past the last used page are
         never looked at.
@@ -190,8 +191,7 @@ def _check(form: tuple, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, 
     )  # fmt: skip
     arrays = Arrays(latent, rotary if len(parts) == 2 else None, kv_cache, None, outputs.target, outputs.lse)
     # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
-    call = attention_call(problem, scale * pages.scale, pages.scale, context_for(isa, pages.arithmetic(latent.dtype)),
-                          arrays)  # fmt: skip
+    call = attention_call(problem, scale * pages.scale, pages.scale, context_for(isa, NAMES[latent.dtype]), arrays)
     given = q if isinstance(q, (tuple, list)) else (q,)
     if all(part is x for part, x in zip(parts, given, strict=True)) and outputs.target is outputs.out:
         _calls.keep(form, call)

@@ -21,7 +21,7 @@ from ..checks import (
 from ..kernels.paging import find_bad_page
 from ..kernels.rows import FP8_DS_MLA
 from ..quant import DS_BYTES, DS_LATENT, DS_ROTARY, FLOAT8_DTYPES, is_ds_layout, is_fp8, row_width
-from .elements import CODES, NAMES
+from .elements import CODES
 
 _BYTES = np.dtype(np.uint8)
 
@@ -37,13 +37,6 @@ class Pages(NamedTuple):
     width: int
     element: int
     scale: float
-
-    def arithmetic(self, q_dtype: np.dtype) -> str:
-        """The element type that attention over these rows computes in: what holds queries and rows exactly.
-
-        Rows of 656 bytes are products with a float32 scale.
-        """
-        return "float32" if self.element == FP8_DS_MLA else NAMES[q_dtype]
 
     @property
     def float_dtype(self) -> np.dtype | None:
