@@ -13,7 +13,7 @@ from .record import Blocks, Isa
 # Each block holds 8 to 16 sums, enough to cover a multiply-add's latency twice over, and leaves registers
 # for the other operand. Scores want few vectors of lanes (a token's heads may fill one).
 AVX512_BLOCKS = Blocks(16, score=(8, 1), value=(8, 2), weight=(4, 4))
-AVX_BLOCKS = Blocks(8, score=(4, 2), value=(4, 2), weight=(4, 2))
+AVX_BLOCKS = Blocks(8, score=(4, 3), value=(6, 2), weight=(4, 2))
 NEON_BLOCKS = Blocks(4, score=(4, 4), value=(4, 4), weight=(4, 4))
 SSE_BLOCKS = Blocks(4, score=(4, 2), value=(4, 2), weight=(4, 2))
 
@@ -43,7 +43,7 @@ def record(host: Host) -> Isa:
         native="float32",
         dtypes=("float32", "float16", "bfloat16"),
         companion=None,
-        lane_group=64,
+        lane_group=128,
         prefill_group=256,
         multiply_add=MULTIPLY_ADD,
     )

@@ -1,0 +1,133 @@
+"""A form of call that was checked before: what depends on more than the form is checked again."""
+
+import numpy as np
+import pytest
+
+import numba_mla
+from numba_mla.ops import attention, forms
+from numba_mla.testing.inputs import decode_problem, latent_problem, prefill_problem
+from numba_mla.testing.tolerance import decode_bounds
+
+
+@pytest.fixture
+def problem(rng):
+    """A decode whose form is known, with its outputs."""
+    problem = decode_problem(rng, 2, [5, 9], 4, 16, 8, dtype=np.float32)
+    out, lse = numba_mla.decode(**problem)
+    problem |= {"out": out, "lse": lse}
+    numba_mla.decode(**problem)
+    known = len(attention._calls._known)
+    numba_mla.decode(**problem)
+    assert len(attention._calls._known) == known
+    return problem
+
+
+def refused(problem, error, match, **changes):
+    """The changed call raises, and leaves the outputs as they are."""
+    before = problem["out"].copy(), problem["lse"].copy()
+    with pytest.raises(error, match=match):
+        numba_mla.decode(**problem | changes)
+    np.testing.assert_array_equal(problem["out"], before[0])
+    np.testing.assert_array_equal(problem["lse"], before[1])
+
+
+def test_other_arrays_of_a_known_form(problem, rng):
+    """Shapes, types and settings as before, all else new: a right result, in its own memory."""
+    other = decode_problem(rng, 2, [8, 1], 4, 16, 8, dtype=np.float32)
+    other = other | {"kv_cache": np.resize(other["kv_cache"], problem["kv_cache"].shape)}
+    table = np.arange(6).reshape(2, 3)
+    other["block_table"] = table
+    assert decode_bounds(**other, p_rounding=0.0).excess(*numba_mla.decode(**other)) <= 1
+
+
+def test_metadata_are_checked_every_time(problem):
+    table = problem["block_table"].copy()
+    table[1, 2] = len(problem["kv_cache"])
+    refused(problem, ValueError, "^block_table: expected used pages", block_table=table)
+    refused(problem, ValueError, "^block_table: expected used pages", block_table=table - 2 * len(table) - 90)
+    refused(problem, ValueError, "^seq_lens: expected 0 to", seq_lens=[5, 1000])
+    refused(problem, ValueError, "^seq_lens: expected 0 to", seq_lens=np.array([-1, 9]))
+    refused(problem, ValueError, "^seq_lens: expected shape", seq_lens=[5])
+
+
+def test_settings_that_are_equal_and_yet_none(problem):
+    """1.0 == 1 == True, and 16.0 == 16: a form holds their types."""
+    numba_mla.decode(**problem | {"scale": 1.0})
+    refused(problem, TypeError, "^scale: expected a real number", scale=True)
+    refused(problem, TypeError, "^kv_lora_rank: expected an integer", kv_lora_rank=16.0)
+    refused(problem, TypeError, "^isa: expected a name", isa=0)
+    refused(problem, TypeError, "^q: expected a numpy array", q=1.0)
+    refused(problem, ValueError, "^q: expected one array or the pair", q=(problem["q"],))
+    refused(problem, TypeError, "^q: expected float32", q=problem["q"].astype(">f4"))
+
+
+def test_outputs_that_meet_inputs(problem):
+    """Memory is what a form says nothing of."""
+    buffer = np.zeros(problem["q"].size + problem["out"].size, np.float32)
+    q = buffer[: problem["q"].size].reshape(problem["q"].shape)
+    q[:] = problem["q"]
+    apart = buffer[q.size :].reshape(problem["out"].shape)
+    out, _ = numba_mla.decode(**problem | {"q": q, "out": apart})
+    np.testing.assert_array_equal(out, problem["out"])
+    meeting = buffer[q.size - 1 : -1].reshape(problem["out"].shape)
+    with pytest.raises(ValueError, match=r"^out: expected memory apart from q's"):
+        numba_mla.decode(**problem | {"q": q, "out": meeting})
+    with pytest.raises(ValueError, match=r"^lse: expected memory apart from out's"):
+        numba_mla.decode(**problem | {"out": apart, "lse": apart.ravel()[:4].reshape(2, 2)})
+    read_only = problem["out"].view()
+    read_only.flags.writeable = False
+    refused(problem, ValueError, "^out: expected a writable array", out=read_only)
+
+
+def test_outputs_between_the_rows_of_inputs(problem):
+    """Spans of memory that meet, arrays that do not: right, as often as one likes."""
+    heads, width, rank = *problem["q"].shape[1:], problem["out"].shape[2]
+    rows = np.zeros((2, heads, width + rank), np.float32)
+    rows[..., :width] = problem["q"]
+    for _ in range(2):
+        rows[..., width:] = np.nan
+        numba_mla.decode(**problem | {"q": rows[..., :width], "out": rows[..., width:]})
+        np.testing.assert_array_equal(rows[..., width:], problem["out"])
+
+
+def test_a_form_holds_the_instruction_set_in_force(problem, monkeypatch):
+    expected = {}
+    for name in numba_mla.available_isas():
+        expected[name] = numba_mla.decode(**problem | {"out": None, "isa": name})[0].tobytes()
+    for name in numba_mla.available_isas():
+        with numba_mla.use_isa(name):
+            assert numba_mla.decode(**problem | {"out": None})[0].tobytes() == expected[name]
+        monkeypatch.setenv("NUMBA_MLA_ISA", name)
+        assert numba_mla.decode(**problem | {"out": None})[0].tobytes() == expected[name]
+        monkeypatch.delenv("NUMBA_MLA_ISA")
+
+
+def test_known_extends_prefills_and_products(rng):
+    problem = latent_problem(rng, 2, [5, 9], [2, 3], 4, 16, 8)
+    for _ in range(2):
+        numba_mla.extend(**problem)
+        with pytest.raises(ValueError, match=r"^seq_lens: expected the new tokens to be counted"):
+            numba_mla.extend(**problem | {"seq_lens": [1, 9]})
+        with pytest.raises(ValueError, match=r"^query_start_loc: expected to run from 0 to 5"):
+            numba_mla.extend(**problem | {"query_start_loc": [0, 2, 4]})
+    problem = prefill_problem(rng, 2, [5], [5], 24, 16)
+    for _ in range(2):
+        numba_mla.prefill(**problem)
+        with pytest.raises(ValueError, match=r"^query_start_loc: expected to run from 0 to 5"):
+            numba_mla.prefill(**problem | {"query_start_loc": [0, 4]})
+    packed = numba_mla.pack_weight(np.ones((1, 3, 4), np.float32))
+    buffer = np.zeros(16, np.float32)
+    a, out = buffer[:8].reshape(1, 2, 4), buffer[8:14].reshape(1, 2, 3)
+    for _ in range(2):
+        assert numba_mla.bmm(a, packed, out=out) is out
+        with pytest.raises(ValueError, match=r"^out: expected memory apart from a's"):
+            numba_mla.bmm(a, packed, out=buffer[7:13].reshape(1, 2, 3))
+
+
+def test_forms_are_forgotten_when_they_are_too_many():
+    known = forms.Forms()
+    for n in range(3 * forms._MOST):
+        known.keep(forms.form_of(n), n)
+        assert known.find(forms.form_of(n)) == n
+        assert len(known._known) <= forms._MOST
+    assert known.find(forms.form_of([1])) is None
