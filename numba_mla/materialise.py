@@ -10,6 +10,7 @@ from . import ops
 from .batch import Batch
 from .chunks import WORKSPACE_TOKENS, ContextChunk, plan_context_chunks
 from .config import MLAConfig
+from .memory import aligned_zeros
 
 
 class _Rows(NamedTuple):
@@ -80,14 +81,17 @@ class MaterialisedAttention:
 
     def _new_rows(self, num_rows: int) -> _Rows:
         c = self._config
-        head = (num_rows, c.num_heads)
-        shapes = (
-            (num_rows, c.kv_lora_rank),
-            (num_rows, c.qk_rope_head_dim),
-            (*head, c.qk_nope_head_dim + c.qk_rope_head_dim),
-            (*head, c.v_head_dim),
+
+        def by_head(width: int) -> np.ndarray:
+            # Rows of one head side by side, as attention reads them.
+            return aligned_zeros((c.num_heads, num_rows, width), self._dtype).swapaxes(0, 1)
+
+        return _Rows(
+            np.empty((num_rows, c.kv_lora_rank), self._dtype),
+            np.empty((num_rows, c.qk_rope_head_dim), self._dtype),
+            by_head(c.qk_nope_head_dim + c.qk_rope_head_dim),
+            by_head(c.v_head_dim),
         )
-        return _Rows(*(np.empty(shape, self._dtype) for shape in shapes))
 
     def _materialise(
         self, kv_cache: np.ndarray, batch: Batch, cache_scale: float | None, chunk: ContextChunk, memory: _Rows

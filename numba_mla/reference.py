@@ -87,8 +87,6 @@ def latent_blocks(q, kv_cache, block_table, seq_lens, query_start_loc, kv_lora_r
     """Yield (tokens, q, k, v, num_visible), `attend`'s arguments, for the absorbed queries of `extend`."""
     for request, seq_len in enumerate(seq_lens):
         rows = _request_rows(kv_cache, block_table, request, seq_len, cache_scale)[:, None]
-        if _is_656(kv_cache):
-            rows = _float64(rows.astype(np.float32).astype(ml_dtypes.bfloat16))
         queries = query_start_loc[request : request + 2]
         yield from _query_blocks(q, rows, rows[..., :kv_lora_rank], queries, causal)
 
@@ -145,7 +143,6 @@ def decode(
     """Attend from one absorbed query per request to the first seq_lens rows of its pages.
 
     It is `extend` of one token each. Returns out (B, H, Dc) and lse (B, H); 0 and -inf where seq_lens is 0.
-    A row of 656 bytes means code * scale, a float32 product rounded to bfloat16.
 
     Parameters
     ----------
@@ -176,7 +173,7 @@ def extend(
     """Attend from each request's new absorbed queries to its cache rows, the new tokens' own included.
 
     Of n new queries, the i-th sees the first seq_len - n + i + 1 keys; all of them if not `causal`.
-    Returns out (T, H, Dc) and lse (T, H); 0 and -inf where no key is seen. Rows of 656 bytes are as in `decode`.
+    Returns out (T, H, Dc) and lse (T, H); 0 and -inf where no key is seen.
 
     Parameters
     ----------
@@ -260,7 +257,8 @@ def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slo
 
     An fp8 cache stores float32(x) / float32(cache_scale), saturated to the largest finite value; NaN stays
     NaN. A 656-byte row holds 512 e4m3fn codes of latent / scale, 4 float32 scales, one per 128 (the largest
-    finite |latent| over 448, at least float32's smallest normal), and 64 bfloat16 of k_pe.
+    finite |latent| over 448, at least float32's smallest normal), and 64 bfloat16 of k_pe. It is read as 576
+    bfloat16: code * scale, a float32 product, is rounded once.
 
     Parameters
     ----------
@@ -356,8 +354,8 @@ def _decoded(rows, cache_scale):
     """Stored rows (n, width) as float64 values."""
     if _is_656(rows):
         scales = rows[:, 512:528].view(np.float32).repeat(128, axis=1)
-        latent = _float64(rows[:, :512].view(ml_dtypes.float8_e4m3fn)) * scales
-        return np.concatenate([latent, _float64(rows[:, 528:].view(ml_dtypes.bfloat16))], axis=-1)
+        latent = (rows[:, :512].view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales).astype(ml_dtypes.bfloat16)
+        return _float64(np.concatenate([latent, rows[:, 528:].view(ml_dtypes.bfloat16)], axis=-1))
     return _float64(rows) * (1.0 if cache_scale is None else cache_scale)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -418,6 +419,7 @@ def inner_loop(code, symbol):
 
 
 SAPPHIRE = fake_host("sapphirerapids", ",".join(f"+{name}" for name in (*avx512f.NEEDED, "avx", "avx512bf16")))
+NO_DOTS = fake_host("skylake-avx512", ",".join(f"+{name}" for name in (*avx512f.NEEDED, "avx")))
 RECORDS = [
     *((machine, "generic") for machine in (PLAIN, AVX2, AVX512)),
     (SAPPHIRE, "avx2"),
@@ -431,7 +433,8 @@ def test_no_vector_spills_in_the_inner_loops(machine, name):
     record = select(machine, forced=name)
     code = link.assembly(record, machine.triple)
     dots, values = module.block_shapes(record)
-    for symbol in [blocks.dot_name(*shape) for shape in dots] + [blocks.value_name(*shape) for shape in values]:
+    names = [blocks.dot_name(*shape) for shape in dots] + [blocks.value_name(*shape) for shape in values]
+    for symbol in ["score", *names]:
         loop = inner_loop(code, symbol)
         spills = [line for line in loop if re.search(r"\(%rsp\)", line) and re.search(r"%[xyz]mm", line)]
         assert not spills, f"{symbol}: {spills[:3]}"
@@ -453,3 +456,16 @@ def test_text_is_stable():
     first = module.build_module(select(AVX2), AVX2.triple)
     module.build_module.cache_clear()
     assert module.build_module(select(AVX2), AVX2.triple) == first
+
+
+@pytest.mark.parametrize("machine", [AVX2, NO_DOTS, SAPPHIRE], ids=lambda host: host.cpu)
+def test_tiles_beside_vectors_of_any_level(machine):
+    """What a machine runs under emulation: no instruction that it lacks, no call of a library that is not there."""
+    record = select(replace(machine, tiles=True), forced="amx_bf16")
+    code = link.assembly(record, machine.triple)
+    assert "tdpbf16ps" in code
+    assert not re.findall(r"__\w+bf\w*", code)
+    if machine is AVX2:
+        assert "%zmm" not in code
+    if machine is not SAPPHIRE:
+        assert "vcvtne" not in code

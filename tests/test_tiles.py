@@ -63,6 +63,24 @@ def test_dot_block(record, rng, steps, accumulate):
 
 
 @pytest.mark.parametrize("accumulate", [0, 1])
+def test_scaled_dot_block(record, rng, accumulate):
+    rows, vectors = record.blocks.weight
+    columns, steps = vectors * record.vector_width, 64
+    a, b = draw_steps(rng, record, rows, steps + 3), draw_steps(rng, record, steps, columns + 5)
+    scales = rng.random(columns, dtype=np.float32)
+    c = rng.standard_normal((rows + 2, columns + 4), dtype=np.float32)
+    expected, sums = c.copy(), np.zeros((rows, columns), np.float32)
+    product(record, a[:, :steps], b[:, :columns], sums)
+    present = expected[1:-1, 2:-2] * np.float64(accumulate)
+    expected[1:-1, 2:-2] = (sums.astype(np.float64) * scales + present).astype(np.float32)
+    pointers = rows_of(a)
+    function(record, blocks.scaled_name(rows, vectors), 9)(
+        at(pointers), at(pointers), at(b), b.strides[0], steps, at(c[1:, 2:]), c.strides[0], at(scales), accumulate
+    )
+    np.testing.assert_array_equal(c, expected)
+
+
+@pytest.mark.parametrize("accumulate", [0, 1])
 def test_value_block_on_transposed_probabilities_and_a_panel_of_pairs(record, rng, accumulate):
     _, values = module.block_shapes(record)
     keys = 96

@@ -6,12 +6,10 @@ record's affair.
 
 from __future__ import annotations
 
-from itertools import count
-
-from ..isa import Isa, TileOp
+from ..isa import Isa
 from ..memory import LINE
 from .text import Function
-from .vector import constant
+from .vector import constant, multiply_add
 
 # Bytes of one step of a dot product, whatever the element: one float32 or a pair of 16-bit elements.
 STEP_BYTES = 4
@@ -30,57 +28,84 @@ def dot_name(rows: int, vectors: int) -> str:
     return f"dot_{rows}x{vectors}"
 
 
+def scaled_name(rows: int, vectors: int) -> str:
+    """Symbol of the block of scaled weights for that many rows and vectors of columns."""
+    return f"dot_scaled_{rows}x{vectors}"
+
+
 def value_name(lanes: int, vectors: int) -> str:
     """Symbol of the value block for that many lanes and vectors of columns."""
     return f"value_{lanes}x{vectors}"
 
 
-class _TileWriter:
-    """Writes a record's tile operations into a function."""
+def _multiply_add(f: Function, isa: Isa, row: str, b: list[str], sums: list[str]) -> list[str]:
+    """sums[v] + (the row's next step, in all lanes) . b[v].
 
-    def __init__(self, function: Function, isa: Isa) -> None:
-        self.function = function
-        self.isa = isa
-        self.names = (f"%t{n}" for n in count())
-
-    def _write(self, op: TileOp, **operands: str) -> str:
-        result = next(self.names)
-        text = op.text.format(result=result, width=self.isa.vector_width, **operands)
-        self.function.lines.extend(text.splitlines())
-        return result
-
-    def multiply_add(self, row: str, b: list[str], sums: list[str]) -> list[str]:
-        """sums[v] + (the row's next step, in all lanes) . b[v].
-
-        Each straight from memory, several times over where there are several: the load units have room, and
-        a register less is taken.
-        """
-        return [self._write(self.isa.multiply_add, row=row, b=x, acc=acc) for x, acc in zip(b, sums, strict=True)]
+    Each straight from memory, several times over where there are several: the load units have room, and
+    a register less is taken.
+    """
+    text = isa.multiply_add.text
+    return [f.operation(text, width=isa.vector_width, row=row, b=x, acc=acc) for x, acc in zip(b, sums, strict=True)]
 
 
-def build_dot(isa: Isa, rows: int, vectors: int, *, streams: bool = False) -> Function:
+def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
     """``C[row, lane] (+)= sum_k A[row, k] B[k, lane]``: rows by pointer, B packed, C float32.
 
     Arguments of the function: ``a``, the addresses of the rows; ``ahead``, the addresses of rows that will be
     read soon, prefetched line by line; ``b`` with ``ldb`` bytes a step; ``k`` steps; ``c`` with ``ldc`` bytes
     a row; ``accumulate``, 0 to start from zero. One sum runs over k in order for every element of C, so that
-    neither the block's shape nor the way k is cut into calls changes a bit. B, where it ``streams`` from memory
-    as weights do, is prefetched too.
+    neither the block's shape nor the way k is cut into calls changes a bit. B, weights that stream from
+    memory, is prefetched too.
     """
     f = Function(
         dot_name(rows, vectors),
         [("ptr", "a"), ("ptr", "ahead"), ("ptr", "b"), ("i64", "ldb"), ("i64", "k"), ("ptr", "c"), ("i64", "ldc"),
          ("i64", "accumulate")],
     )  # fmt: skip
-    write = _TileWriter(f, isa)
-    kind = f"<{isa.vector_width} x float>"
-    row = [f.load("ptr", f.offset("%a", 8 * r), align=8) for r in range(rows)]
     target = [f.offset("%c", f.value(f"mul i64 %ldc, {r}")) for r in range(rows)]
-    sums = _start_sums(f, isa, target, vectors)
+    row = [f.load("ptr", f.offset("%a", 8 * r), align=8) for r in range(rows)]
+    sums = emit_dot(f, isa, row, "%ahead", ("%b", "%ldb"), "%k", _start_sums(f, isa, target, vectors), streams=True)
+    store_block(f, isa, target, sums, vectors)
+    return f
+
+
+def build_dot_scaled(isa: Isa, rows: int, vectors: int) -> Function:
+    """``C[row, column] (+)= scales[column] sum_k A[row, k] B[k, column]``: a block of k of scaled weights.
+
+    Arguments of the function: as ``build_dot`` has them, and ``scales``, a float32 for each column. The sum starts
+    from zero, and is scaled as it is added.
+    """
+    f = Function(
+        scaled_name(rows, vectors),
+        [("ptr", "a"), ("ptr", "ahead"), ("ptr", "b"), ("i64", "ldb"), ("i64", "k"), ("ptr", "c"), ("i64", "ldc"),
+         ("ptr", "scales"), ("i64", "accumulate")],
+    )  # fmt: skip
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
+    row = [f.load("ptr", f.offset("%a", 8 * r), align=8) for r in range(rows)]
+    zeros = [constant(width, 0.0)] * (rows * vectors)
+    sums = emit_dot(f, isa, row, "%ahead", ("%b", "%ldb"), "%k", zeros)
+    scales = [f.load(kind, f.offset("%scales", v * isa.vector_bytes)) for v in range(vectors)]
+    target = [f.offset("%c", f.value(f"mul i64 %ldc, {r}")) for r in range(rows)]
+    present = _start_sums(f, isa, target, vectors)
+    scaled = [multiply_add(f, width, x, scales[n % vectors], present[n]) for n, x in enumerate(sums)]
+    store_block(f, isa, target, scaled, vectors)
+    return f
+
+
+def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[str, str], k: str, sums: list[str], *,
+             streams: bool = False) -> list[str]:  # fmt: skip
+    """The sums of a dot block over ``k`` steps, from those given on.
+
+    ``row`` are the addresses of the rows, ``ahead`` the place of those to prefetch, if any; ``b`` is B's address
+    and the bytes of its steps.
+    """
+    kind = f"<{isa.vector_width} x float>"
+    rows, vectors = len(row), len(sums) // len(row)
+    packed_b, ldb = b
 
     def step(index: str, unrolled: int, sums: list[str], ahead: list[str]) -> list[str]:
         at = f.value(f"shl i64 {index}, 2")
-        packed = f.offset("%b", f.value(f"mul i64 {index}, %ldb"))
+        packed = f.offset(packed_b, f.value(f"mul i64 {index}, {ldb}"))
         here = [f.offset(pointer, at) for pointer in row]
         for pointer in ahead:
             f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(pointer, at)}, i32 0, i32 2, i32 1)")
@@ -91,19 +116,18 @@ def build_dot(isa: Isa, rows: int, vectors: int, *, streams: bool = False) -> Fu
                 f.do(f"call void @llvm.prefetch.p0(ptr {soon}, i32 0, i32 3, i32 1)")
             for r in range(rows):
                 block_row = slice(r * vectors, (r + 1) * vectors)
-                sums[block_row] = write.multiply_add(f.offset(here[r], u * STEP_BYTES), b, sums[block_row])
+                sums[block_row] = _multiply_add(f, isa, f.offset(here[r], u * STEP_BYTES), b, sums[block_row])
             if u + 1 < unrolled:
-                packed = f.offset(packed, "%ldb")
+                packed = f.offset(packed, ldb)
         return sums
 
-    whole = f.value(f"and i64 %k, {-DOT_UNROLL}")
+    whole = f.value(f"and i64 {k}, {-DOT_UNROLL}")
     with f.loop(0, whole, DOT_UNROLL, [(kind, s) for s in sums]) as loop:
-        ahead = [f.load("ptr", f.offset("%ahead", 8 * r), align=8) for r in range(rows)]
-        loop.following = step(loop.index, DOT_UNROLL, list(loop.carried), ahead)
-    with f.loop(whole, "%k", 1, [(kind, s) for s in loop.carried]) as rest:
+        soon = [] if ahead is None else [f.load("ptr", f.offset(ahead, 8 * r), align=8) for r in range(rows)]
+        loop.following = step(loop.index, DOT_UNROLL, list(loop.carried), soon)
+    with f.loop(whole, k, 1, [(kind, s) for s in loop.carried]) as rest:
         rest.following = step(rest.index, 1, list(rest.carried), [])
-    _store_block(f, isa, target, rest.carried, vectors)
-    return f
+    return rest.carried
 
 
 def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
@@ -119,7 +143,6 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
         [("ptr", "v"), ("i64", "ldv"), ("i64", "at"), ("i64", "k"), ("ptr", "p"), ("i64", "ldp"), ("ptr", "o"),
          ("i64", "ldo"), ("ptr", "alpha"), ("i64", "accumulate")],
     )  # fmt: skip
-    write = _TileWriter(f, isa)
     kind = f"<{isa.vector_width} x float>"
     target = [f.offset("%o", f.value(f"mul i64 %ldo, {i}")) for i in range(lanes)]
     sums = _start_sums(f, isa, target, vectors)
@@ -137,11 +160,11 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
             value = _load_values(f, isa, row, vectors)
             for i in range(lanes):
                 block_row = slice(i * vectors, (i + 1) * vectors)
-                sums[block_row] = write.multiply_add(f.offset(weights, STEP_BYTES * i), value, sums[block_row])
+                sums[block_row] = _multiply_add(f, isa, f.offset(weights, STEP_BYTES * i), value, sums[block_row])
             if u + isa.k_pack < VALUE_UNROLL:
                 weights = f.offset(weights, "%ldp")
         loop.following = sums
-    _store_block(f, isa, target, loop.carried, vectors)
+    store_block(f, isa, target, loop.carried, vectors)
     return f
 
 
@@ -178,11 +201,10 @@ def build_peak(isa: Isa) -> Function:
     one vector, gets the sum, so that nothing is left out.
     """
     f = Function("peak", [("ptr", "operand"), ("i64", "turns"), ("ptr", "target")])
-    write = _TileWriter(f, isa)
     kind = f"<{isa.vector_width} x float>"
     operand = f.load(kind, "%operand")
     with f.loop(0, "%turns", 1, [(kind, constant(isa.vector_width, 0.0))] * PEAK_SUMS) as loop:
-        loop.following = write.multiply_add("%operand", [operand] * PEAK_SUMS, loop.carried)
+        loop.following = _multiply_add(f, isa, "%operand", [operand] * PEAK_SUMS, loop.carried)
     total = loop.carried[0]
     for other in loop.carried[1:]:
         total = f.value(f"fadd {kind} {total}, {other}")
@@ -224,7 +246,7 @@ def _start_sums(f: Function, isa: Isa, target: list[str], vectors: int) -> list[
     return sums
 
 
-def _store_block(f: Function, isa: Isa, target: list[str], sums: list[str], vectors: int) -> None:
+def store_block(f: Function, isa: Isa, target: list[str], sums: list[str], vectors: int) -> None:
     kind = f"<{isa.vector_width} x float>"
     for r, pointer in enumerate(target):
         for v in range(vectors):

@@ -18,14 +18,15 @@ _DECLARATIONS = (
 
 
 def block_shapes(isa: Isa) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Shapes that the dot block and the value block are written for.
+    """Shapes that the dot block and the value block are written for as functions.
 
-    Key rows are padded (with rows of zeros), so scores need one row count; lanes of an item and rows of a
-    product are exact, or whole granules.
+    Key rows are padded (with rows of zeros), so scores need one row count; they have the block written into their
+    loops, unless it is of tiles. Lanes of an item and rows of a product are exact, or whole granules.
     """
     rows, vectors = isa.blocks.score
-    dots = {(rows, v) for v in range(1, vectors + 1)}
-    dots |= {(r, isa.blocks.weight[1]) for r in isa.weight_rows}
+    dots = {(r, isa.blocks.weight[1]) for r in isa.weight_rows}
+    if isa.tiles is not None:
+        dots |= {(rows, v) for v in range(1, vectors + 1)}
     values = {(n, v) for n in isa.value_lanes for v in range(isa.k_pack, isa.blocks.value[1] + 1, isa.k_pack)}
     return sorted(dots), sorted(values)
 
@@ -39,13 +40,13 @@ def _blocks(isa: Isa) -> list[Function]:
     """The register blocks of both products, of vectors or of tiles, and what only the latter need."""
     dots, values = block_shapes(isa)
     if isa.tiles is None:
-        weights = {(rows, isa.blocks.weight[1]) for rows in isa.weight_rows}
-        written = [blocks.build_dot(isa, *s, streams=s in weights) for s in dots]
+        written = [build(isa, *s) for build in (blocks.build_dot, blocks.build_dot_scaled) for s in dots]
         written += [blocks.build_value(isa, *s) for s in values]
         written += [blocks.build_peak(isa)]
     else:
         written = [tiles.build_dot(isa, *s) for s in dots] + [tiles.build_value(isa, *s) for s in values]
         written += [
+            tiles.build_dot_scaled(isa, *isa.blocks.weight),
             tiles.build_peak(isa),
             tiles.build_transpose_steps(isa),
             tiles.build_interleave(isa),
@@ -63,6 +64,7 @@ def build_module(isa: Isa, triple: str) -> str:
         products.build_score(isa),
         products.build_weigh_values(isa),
         products.build_multiply_rows(isa),
+        products.build_multiply_scaled(isa),
         *(products.build_narrow_rows(element) for element in FLOATS),
         blocks.build_read(isa),
         softmax.build_mask(isa),
@@ -70,13 +72,13 @@ def build_module(isa: Isa, triple: str) -> str:
         softmax.build_weigh(isa),
         rows.build_blend(isa),
         rows.build_scale(isa),
-        rows.build_scale_columns(isa),
         rows.build_any_nonfinite(isa),
         rows.build_list_rows(isa),
         rows.build_prefetch(),
         rows.build_clear(),
         rows.build_copy(),
         *(rows.build_widen(isa, element) for element in FORMATS),
+        native.build_widen_ds(isa),
         *(rows.build_widen_pairs(isa, element) for element in FORMATS),
         *(build(isa, n) for n in native.ROW_FORMATS for build in (native.build_native, native.build_native_rows)),
         *(build(isa, element) for element in FLOATS for build in (rows.build_narrow, rows.build_finish)),

@@ -1,4 +1,7 @@
-"""Rows to the native element type, the one that products read, from every format of a cache or a weight."""
+"""Rows to the native element type, the one that products read, from every format of a cache or a weight.
+
+A row of 656 bytes is one of 576 bfloat16: its codes times their block's scale in float32, rounded once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 from ..isa import Isa
 from ..memory import LINE
 from .text import Function
-from .vector import BFLOAT16, FLOAT8_E4M3FN, FLOAT8S, FORMATS, ElementFormat, integers
+from .vector import BFLOAT16, FLOAT8_E4M3FN, FLOAT8S, FLOAT32, FORMATS, ElementFormat, integers
 
 # A row of 656 bytes: 512 e4m3fn codes, 4 float32 scales, one for each 128 of them, 64 bfloat16.
 DS = "fp8_ds_mla"
@@ -59,15 +62,16 @@ def build_native_rows(isa: Isa, name: str) -> Function:
 def _row_emitter(isa: Isa, name: str) -> Callable[[Function, str, str, str, str], None]:
     """What writes the conversion of one row: target, source, ahead, number of elements."""
     if name == DS:
-        return lambda f, target, source, ahead, n: _emit_ds_row(f, isa, target, source, ahead)
+        return lambda f, target, source, ahead, n: _emit_ds_row(f, isa, native_format(isa), target, source, ahead)
     element = next(known for known in FORMATS if known.name == name)
-    return lambda f, target, source, ahead, n: _emit_row(f, isa, element, target, source, ahead, n)
+    return lambda f, target, source, ahead, n: _emit_row(f, isa, element, native_format(isa), target, source, ahead, n)
 
 
-def _emit_row(f: Function, isa: Isa, element: ElementFormat, target: str, source: str, ahead: str, n: str) -> None:
+def _emit_row(f: Function, isa: Isa, element: ElementFormat, to: ElementFormat, target: str, source: str, ahead: str,
+              n: str) -> None:  # fmt: skip
     """Convert by as many elements as go together, then by vectors, then one by one."""
-    native, start = native_format(isa), "0"
-    if isa.look_up is not None and element in FLOAT8S:
+    start = "0"
+    if isa.look_up is not None and element in FLOAT8S and to is BFLOAT16:
         start = f.value(f"and i64 {n}, {-CODES}")
         with f.loop(0, start, CODES) as part:
             _prefetch(f, f.offset(ahead, part.index))
@@ -75,23 +79,30 @@ def _emit_row(f: Function, isa: Isa, element: ElementFormat, target: str, source
             here = f.offset(target, f.value(f"shl i64 {part.index}, 1"))
             for half, words in enumerate(_emit_words(f, isa, element, codes, list(range(CODES // 2)))):
                 f.store(f"<{CODES // 2} x i16>", words, f.offset(here, CODES * half))
-    for width in (LINE // element.num_bytes if element is native else isa.vector_width, 1):
+    for width in (LINE // element.num_bytes if element is to else isa.vector_width, 1):
         stop = f.value(f"and i64 {n}, {-width}")
         with f.loop(start, stop, width) as part:
             at = f.value(f"mul i64 {part.index}, {element.num_bytes}")
             if width > 1:
                 _prefetch(f, f.offset(ahead, at))
             x = f.load(f"<{width} x {element.llvm}>", f.offset(source, at))
-            if element is not native:
-                x = native.emit_narrow(f, width, element.emit_widen(f, width, x))
-            place = f.offset(target, f.value(f"mul i64 {part.index}, {native.num_bytes}"))
-            f.store(f"<{width} x {native.llvm}>", x, place)
+            if element is not to:
+                x = to.emit_narrow(f, width, element.emit_widen(f, width, x))
+            place = f.offset(target, f.value(f"mul i64 {part.index}, {to.num_bytes}"))
+            f.store(f"<{width} x {to.llvm}>", x, place)
         start = stop
 
 
-def _emit_ds_row(f: Function, isa: Isa, target: str, source: str, ahead: str) -> None:
-    """A row of 656 bytes: codes times their block's scale in float32, rounded once to bfloat16; the rest as it is."""
-    fast = isa.look_up is not None and isa.narrow is not None
+def build_widen_ds(isa: Isa) -> Function:
+    """A row of 656 bytes to float32, as ``rows.build_widen`` has it of other formats; ``n`` is not looked at."""
+    f = Function(f"widen_{DS}", [("ptr", "target"), ("ptr", "source"), ("i64", "n"), ("ptr", "ahead")])
+    _emit_ds_row(f, isa, FLOAT32, "%target", "%source", "%ahead")
+    return f
+
+
+def _emit_ds_row(f: Function, isa: Isa, to: ElementFormat, target: str, source: str, ahead: str) -> None:
+    """A row of 656 bytes: the codes block by block, then the rest as it is."""
+    fast = isa.look_up is not None and isa.narrow is not None and to is BFLOAT16
     step = CODES if fast else isa.vector_width
     with f.loop(0, DS_LATENT, step) as part:
         _prefetch(f, f.offset(ahead, part.index))
@@ -99,21 +110,24 @@ def _emit_ds_row(f: Function, isa: Isa, target: str, source: str, ahead: str) ->
         scales = f.offset(source, DS_SCALES_AT)
         block = f.value(f"udiv i64 {part.index}, {DS_BLOCK}")
         scale = f.load("float", f.offset(scales, f.value(f"shl i64 {block}, 2")))
-        here = f.offset(target, f.value(f"mul i64 {part.index}, {isa.native_bytes}"))
-        emit = _emit_scaled_words if fast else _emit_scaled
-        emit(f, isa, codes, f.splat(isa.vector_width, "float", scale), here)
-    rotary = f.offset(target, DS_LATENT * isa.native_bytes)
-    _emit_row(f, isa, BFLOAT16, rotary, f.offset(source, DS_ROTARY_AT), f.offset(ahead, DS_ROTARY_AT), str(DS_ROTARY))
+        here = f.offset(target, f.value(f"mul i64 {part.index}, {to.num_bytes}"))
+        factor = f.splat(isa.vector_width, "float", scale)
+        if fast:
+            _emit_scaled_words(f, isa, codes, factor, here)
+        else:
+            _emit_scaled(f, isa, to, codes, factor, here)
+    rotary, ahead = f.offset(source, DS_ROTARY_AT), f.offset(ahead, DS_ROTARY_AT)
+    _emit_row(f, isa, BFLOAT16, to, f.offset(target, DS_LATENT * to.num_bytes), rotary, ahead, str(DS_ROTARY))
 
 
-def _emit_scaled(f: Function, isa: Isa, codes: str, scale: str, target: str) -> None:
-    """One vector of codes times the scale, rounded to bfloat16 and stored in the native type."""
-    width, native = isa.vector_width, native_format(isa)
+def _emit_scaled(f: Function, isa: Isa, to: ElementFormat, codes: str, scale: str, target: str) -> None:
+    """One vector of codes times the scale, rounded to bfloat16, whatever it is stored as."""
+    width = isa.vector_width
     product = f.value(f"fmul <{width} x float> {FLOAT8_E4M3FN.emit_widen(f, width, codes)}, {scale}")
     x = BFLOAT16.emit_narrow(f, width, product)
-    if native is not BFLOAT16:
-        x = native.emit_narrow(f, width, BFLOAT16.emit_widen(f, width, x))
-    f.store(f"<{width} x {native.llvm}>", x, target)
+    if to is not BFLOAT16:
+        x = to.emit_narrow(f, width, BFLOAT16.emit_widen(f, width, x))
+    f.store(f"<{width} x {to.llvm}>", x, target)
 
 
 def _emit_scaled_words(f: Function, isa: Isa, codes: str, scale: str, target: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..isa import Isa
-from .blocks import VALUE_UNROLL, dot_name, value_name
+from .blocks import VALUE_UNROLL, dot_name, emit_dot, scaled_name, store_block, value_name
 from .text import Function
-from .vector import ElementFormat
+from .vector import ElementFormat, constant
 
 
 def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str | int = 0) -> None:
@@ -39,16 +39,27 @@ def build_score(isa: Isa) -> Function:
         here, soon = f.offset("%rows", at), f.offset("%ahead", at)
         line = f.offset("%s", f.value(f"mul i64 {key.index}, %stride"))
         seen_from = f.load("i64", f.offset("%starts", f.value(f"udiv i64 {at}, {rows}")))
+        row = [f.load("ptr", f.offset(here, 8 * r), align=8) for r in range(rows)] if isa.tiles is None else []
 
         def block(start: str, size: int) -> None:
             lane_bytes = f.value(f"mul i64 {start}, {isa.vector_bytes}")
             first = f.value(f"icmp eq i64 {start}, {seen_from}")
-            ahead = f.value(f"select i1 {first}, ptr {soon}, ptr {here}")
             q, s = f.offset("%q", lane_bytes), f.offset(line, lane_bytes)
-            f.do(
-                f"call void @{dot_name(rows, size)}(ptr {here}, ptr {ahead}, ptr {q}, i64 %stride, i64 %steps, "
-                f"ptr {s}, i64 %stride, i64 0)"
-            )
+            if isa.tiles is not None:
+                ahead = f.value(f"select i1 {first}, ptr {soon}, ptr {here}")
+                f.do(
+                    f"call void @{dot_name(rows, size)}(ptr {here}, ptr {ahead}, ptr {q}, i64 %stride, i64 %steps, "
+                    f"ptr {s}, i64 %stride, i64 0)"
+                )
+                return
+
+            def scores(ahead: str | None) -> None:
+                zeros = [constant(isa.vector_width, 0.0)] * (rows * size)
+                sums = emit_dot(f, isa, row, ahead, (q, "%stride"), "%steps", zeros)
+                target = [f.offset(s, f.value(f"mul i64 %stride, {r}")) for r in range(rows)]
+                store_block(f, isa, target, sums, size)
+
+            f.branch(first, lambda: scores(soon), lambda: scores(None))
 
         _loop_blocks(f, vectors, range(most, 0, -1), block, seen_from)
     return f
@@ -94,8 +105,9 @@ def build_weigh_values(isa: Isa) -> Function:
 def build_multiply_rows(isa: Isa) -> Function:
     """``C[row, column] (+)= sum_k A[row, k] B[k, column]`` for one panel of packed weights.
 
-    Arguments of the function: ``rows``, addresses of ``num_rows`` rows; ``b`` with ``ldb`` bytes a step;
-    ``steps``; ``c`` with ``ldc`` bytes a row; ``accumulate``, 0 to start from zero.
+    Arguments of the function: ``rows``, addresses of ``num_rows`` rows, and of as many as a block has after them,
+    which are prefetched but not read; ``b`` with ``ldb`` bytes a step; ``steps``; ``c`` with ``ldc`` bytes a row;
+    ``accumulate``, 0 to start from zero.
     """
     f = Function("multiply_rows", [("ptr", "rows"), ("i64", "num_rows"), ("ptr", "b"), ("i64", "ldb"), ("i64", "steps"),
                                    ("ptr", "c"), ("i64", "ldc"), ("i64", "accumulate")])  # fmt: skip
@@ -103,9 +115,31 @@ def build_multiply_rows(isa: Isa) -> Function:
     def block(row: str, size: int) -> None:
         here = f.offset("%rows", f.value(f"shl i64 {row}, 3"))
         c = f.offset("%c", f.value(f"mul i64 {row}, %ldc"))
+        soon = f.offset(here, 8 * size)
         f.do(
-            f"call void @{dot_name(size, isa.blocks.weight[1])}(ptr {here}, ptr {here}, ptr %b, i64 %ldb, i64 %steps, "
+            f"call void @{dot_name(size, isa.blocks.weight[1])}(ptr {here}, ptr {soon}, ptr %b, i64 %ldb, i64 %steps, "
             f"ptr {c}, i64 %ldc, i64 %accumulate)"
+        )
+
+    _loop_blocks(f, "%num_rows", isa.weight_rows, block)
+    return f
+
+
+def build_multiply_scaled(isa: Isa) -> Function:
+    """``C[row, column] (+)= scales[column] sum_k A[row, k] B[k, column]``, else as ``multiply_rows``.
+
+    The sum, of a block of k, starts from zero whatever is accumulated, and is scaled as it is added.
+    """
+    f = Function("multiply_scaled", [("ptr", "rows"), ("i64", "num_rows"), ("ptr", "b"), ("i64", "ldb"),
+                                     ("i64", "steps"), ("ptr", "c"), ("i64", "ldc"), ("ptr", "scales"),
+                                     ("i64", "accumulate")])  # fmt: skip
+
+    def block(row: str, size: int) -> None:
+        here = f.offset("%rows", f.value(f"shl i64 {row}, 3"))
+        c, soon = f.offset("%c", f.value(f"mul i64 {row}, %ldc")), f.offset(here, 8 * size)
+        f.do(
+            f"call void @{scaled_name(size, isa.blocks.weight[1])}(ptr {here}, ptr {soon}, ptr %b, i64 %ldb, "
+            f"i64 %steps, ptr {c}, i64 %ldc, ptr %scales, i64 %accumulate)"
         )
 
     _loop_blocks(f, "%num_rows", isa.weight_rows, block)

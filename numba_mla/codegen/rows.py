@@ -8,7 +8,7 @@ from ..isa import Isa
 from ..memory import LINE
 from .native import native_format
 from .text import Function
-from .vector import ElementFormat, constant, multiply_add
+from .vector import ElementFormat, constant, emit_bfloat16s, multiply_add
 
 
 def build_blend(isa: Isa) -> Function:
@@ -37,21 +37,6 @@ def build_scale(isa: Isa) -> Function:
         f.store(kind, product, pointer)
 
     _each_vector(f, isa, emit)
-    return f
-
-
-def build_scale_columns(isa: Isa) -> Function:
-    """``panel[row, column] = panel[row, column] scales[column]`` over contiguous rows of whole vectors."""
-    f = Function("scale_columns", [("ptr", "panel"), ("i64", "rows"), ("i64", "columns"), ("ptr", "scales")])
-    kind = f"<{isa.vector_width} x float>"
-    stride = f.value("shl i64 %columns, 2")
-    with f.loop(0, "%columns", isa.vector_width) as column:
-        at = f.value(f"shl i64 {column.index}, 2")
-        scales = f.load(kind, f.offset("%scales", at))
-        first = f.offset("%panel", at)
-        with f.loop(0, "%rows", 1) as row:
-            pointer = f.offset(first, f.value(f"mul i64 {row.index}, {stride}"))
-            f.store(kind, f.value(f"fmul {kind} {f.load(kind, pointer)}, {scales}"), pointer)
     return f
 
 
@@ -234,18 +219,15 @@ def build_finish(isa: Isa, element: ElementFormat) -> Function:
 
 
 def _finish_native_step(f: Function, isa: Isa, at: str) -> None:
-    """Two vectors of sums to bfloat16 by the instruction, which flushes subnormal numbers, and then in order."""
-    width = isa.vector_width
-    kind, native = f"<{width} x float>", f"<{width} x bfloat>"
+    """Two vectors of sums to bfloat16, in order."""
+    width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
     factor, zero = f.splat(width, "float", "%factor"), constant(width, 0.0)
     halves = []
     for half in range(2):
         x = f.load(kind, f.offset(f.offset("%row", at), half * isa.vector_bytes))
-        x = f.value(f"fadd {kind} {f.value(f'fmul {kind} {x}, {factor}')}, {zero}")
-        halves.append(f.value(f"fptrunc {kind} {x} to {native}"))
-    order = ", ".join(f"i32 {n}" for n in _step_order(width))
-    both = f.value(f"shufflevector {native} {halves[0]}, {native} {halves[1]}, <{2 * width} x i32> <{order}>")
-    f.store(f"<{2 * width} x bfloat>", both, f.offset("%target", f.value(f"lshr i64 {at}, 1")))
+        halves.append(f.value(f"fadd {kind} {f.value(f'fmul {kind} {x}, {factor}')}, {zero}"))
+    words = emit_bfloat16s(f, isa, halves[0], halves[1], _step_order(width))
+    f.store(f"<{2 * width} x i16>", words, f.offset("%target", f.value(f"lshr i64 {at}, 1")))
 
 
 def _step_order(width: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..isa import Isa
 from .text import Function
-from .vector import constant, emit_exp2, multiply_add
+from .vector import constant, emit_bfloat16s, emit_exp2, multiply_add
 
 # A key that a lane does not see scores MASKED. A lane's maximum starts at NO_MAXIMUM, which is finite, so
 # that no difference is ever inf - inf: a masked key gets a probability of exactly 0 whatever the scale, and a
@@ -141,11 +141,10 @@ def _join_step(f: Function, isa: Isa, step: list[str]) -> str:
     """Probabilities of the keys of one step in one vector: themselves, or two rounded to the native 16 bits."""
     if isa.k_pack == 1:
         return step[0]
-    width, rounded = isa.vector_width, f"<{isa.vector_width} x bfloat>"
-    low, high = (f.value(f"fptrunc <{width} x float> {p} to {rounded}") for p in step)
-    order = ", ".join(f"i32 {n}, i32 {n + width}" for n in range(width))
-    pairs = f.value(f"shufflevector {rounded} {low}, {rounded} {high}, <{2 * width} x i32> <{order}>")
-    return f.value(f"bitcast <{2 * width} x bfloat> {pairs} to <{width} x float>")
+    width = isa.vector_width
+    first, second = step
+    pairs = emit_bfloat16s(f, isa, first, second, [n + width * key for n in range(width) for key in range(2)])
+    return f.value(f"bitcast <{2 * width} x i16> {pairs} to <{width} x float>")
 
 
 def build_weigh(isa: Isa) -> Function:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -47,7 +47,7 @@ class Function:
         """Write a statement without a value."""
         self.lines.append(f"  {statement}")
 
-    def operation(self, text: str, **operands: str) -> str:
+    def operation(self, text: str, **operands: str | int) -> str:
         """Write a template of lines, with its operands, and return the name of its ``{result}``."""
         self.count += 1
         name = f"%v{self.count}"
@@ -109,6 +109,17 @@ class Function:
             phis.append(f"  {name} = phi {kind} [ {first}, %{before} ], [ {following}, %{latch} ]")
         self.lines[phi_line:phi_line] = phis
         self.label(after)
+
+    def branch(self, condition: str, yes: Callable[[], None], no: Callable[[], None]) -> None:
+        """Write ``if condition: yes() else: no()``; neither leaves a value behind."""
+        self.count += 1
+        tag = self.count
+        self.do(f"br i1 {condition}, label %yes{tag}, label %no{tag}")
+        for name, write in ((f"yes{tag}", yes), (f"no{tag}", no)):
+            self.label(name)
+            write()
+            self.do(f"br label %both{tag}")
+        self.label(f"both{tag}")
 
     def text(self, attributes: str) -> str:
         """The finished function; a missing final return is written."""

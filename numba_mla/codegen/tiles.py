@@ -7,9 +7,10 @@ must come 16 at a time, a constant stride apart; steps and keys in whole tiles.
 from __future__ import annotations
 
 from ..isa import Isa
-from .blocks import dot_name, value_name
+from .blocks import dot_name, scaled_name, value_name
 from .rows import transpose
 from .text import Function
+from .vector import constant, multiply_add
 
 TILE_ROWS = 16
 TILE_ROW_BYTES = 64
@@ -114,6 +115,34 @@ def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
 
     f.do("%keep = icmp ne i64 %accumulate, 0")
     _emit_product(f, write, c, "%ldc", ("%k", TILE_ROWS), left, right)
+    return f
+
+
+def build_dot_scaled(isa: Isa, rows: int, vectors: int) -> Function:
+    """``C[row, column] (+)= scales[column] sum_k A[row, k] B[k, column]``, as ``blocks.build_dot_scaled`` has it.
+
+    The sum goes through memory, since tiles only add.
+    """
+    f = Function(
+        scaled_name(rows, vectors),
+        [("ptr", "a"), ("ptr", "ahead"), ("ptr", "b"), ("i64", "ldb"), ("i64", "k"), ("ptr", "c"), ("i64", "ldc"),
+         ("ptr", "scales"), ("i64", "accumulate")],
+    )  # fmt: skip
+    width, kind, row_bytes = TILE_ROWS, f"<{TILE_ROWS} x float>", TILE_ROW_BYTES * vectors
+    f.do(f"%sums = alloca [{rows * row_bytes} x i8], align {TILE_ROW_BYTES}")
+    f.do(
+        f"call void @{dot_name(rows, vectors)}(ptr %a, ptr %ahead, ptr %b, i64 %ldb, i64 %k, ptr %sums, "
+        f"i64 {row_bytes}, i64 0)"
+    )
+    f.do("%keep = icmp ne i64 %accumulate, 0")
+    scales = [f.load(kind, f.offset("%scales", TILE_ROW_BYTES * v)) for v in range(vectors)]
+    with f.loop(0, rows, 1) as row:
+        sums = f.offset("%sums", f.value(f"mul i64 {row.index}, {row_bytes}"))
+        target = f.offset("%c", f.value(f"mul i64 {row.index}, %ldc"))
+        for v, scale in enumerate(scales):
+            total, place = (f.offset(pointer, TILE_ROW_BYTES * v) for pointer in (sums, target))
+            present = f.value(f"select i1 %keep, {kind} {f.load(kind, place)}, {kind} {constant(width, 0.0)}")
+            f.store(kind, multiply_add(f, width, f.load(kind, total), scale, present), place)
     return f
 
 

@@ -46,6 +46,22 @@ def multiply_add(f: Function, width: int, a: str, b: str, c: str) -> str:
     return f.value(f"call {kind} @llvm.fmuladd.v{width}f32({kind} {a}, {kind} {b}, {kind} {c})")
 
 
+def emit_bfloat16s(f: Function, isa: Isa, low: str, high: str, order: list[int]) -> str:
+    """Two vectors rounded to bfloat16, the elements of both in that order, as words of 16 bits.
+
+    By the instruction where there is one, which flushes subnormal numbers.
+    """
+    both = f"<{2 * isa.vector_width} x i16>"
+    indices = ", ".join(f"i32 {n}" for n in order)
+    if isa.narrow is not None:
+        rounded = f.operation(isa.narrow.text, low=low, high=high)
+        words = f.value(f"bitcast <{2 * isa.vector_width} x bfloat> {rounded} to {both}")
+        return f.value(f"shufflevector {both} {words}, {both} poison, <{len(order)} x i32> <{indices}>")
+    half = f"<{isa.vector_width} x i16>"
+    parts = [BFLOAT16.emit_narrow(f, isa.vector_width, x) for x in (low, high)]
+    return f.value(f"shufflevector {half} {parts[0]}, {half} {parts[1]}, <{len(order)} x i32> <{indices}>")
+
+
 def emit_exp2(f: Function, isa: Isa, x: str) -> str:
     """2**x for x <= 0, of a whole vector; NaN stays NaN, and below -127 it is exactly 0."""
     return _emit_exp2_of_bits(f, isa.vector_width, x) if isa.power is None else _emit_exp2_by(f, isa, isa.power, x)

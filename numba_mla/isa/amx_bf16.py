@@ -57,14 +57,17 @@ def record(host: Host) -> Isa:
     """The tile blocks, and vectors as wide as the host has them: a tile's row is 16 float32 everywhere."""
     levels = ((avx512bf16, "avx512f"), (avx512f, "avx512f"), (avx2, "avx2"))
     vectors, companion = next(level for level in levels if level[0].runs_on(host))
+    wider = () if vectors is avx2 else avx512vbmi.features(host)
     tiles = (f"+{name}" for name in sorted(TILE_FEATURES))
     return replace(
         avx512bf16.record(host),
         name="amx_bf16",
         cpu=vectors.CPU,
-        features=",".join(filter(None, (vectors.FEATURES, *avx512vbmi.features(host), *tiles))),
+        features=",".join(filter(None, (vectors.FEATURES, *wider, *tiles))),
         blocks=Blocks(16, score=(32, 2), value=(32, 2), weight=(16, 4)),
         companion=companion,
         tiles=TILES,
+        power=None if vectors is avx2 else avx512f.POWER,
+        look_up=None if vectors is avx2 else avx512vbmi.look_up(host),
         narrow=avx512bf16.NARROW if vectors is avx512bf16 else None,
     )

@@ -87,8 +87,9 @@ def _prefetch_queries(context, p, group, first_token, start, stop):
         row, column = first_token + token, group[FIRST_HEAD] + lane - token * p.group_heads
         size = context[NATIVE_BYTES]
         call(context[PREFETCH], (p.q + row * p.q_token_stride + column * p.q_head_stride, size * p.q_split))
-        rotary = p.q_pe + row * p.q_pe_token_stride + column * p.q_pe_head_stride
-        call(context[PREFETCH], (rotary, size * (p.width - p.q_split)))
+        if p.width > p.q_split:
+            rotary = p.q_pe + row * p.q_pe_token_stride + column * p.q_pe_head_stride
+            call(context[PREFETCH], (rotary, size * (p.width - p.q_split)))
 
 
 @kernel
@@ -111,7 +112,7 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
     latent, rotary = scratch.key_rows, scratch.spare.rows
     token = first_lane // p.group_heads
     head = first_lane - token * p.group_heads
-    _prefetch_queries(context, p, group, first_token, 0, 2 * vector)
+    _prefetch_queries(context, p, group, first_token, numba.int64(0), 2 * vector)
     for block in range(0, padded, vector):
         _prefetch_queries(context, p, group, first_token, block + 2 * vector, block + 3 * vector)
         for i in range(vector):

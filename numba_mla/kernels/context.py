@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import lcm
 
 import numpy as np
 
@@ -24,7 +25,7 @@ _MAX_FORMATS = 8
 VECTOR_WIDTH, WEIGHT_VECTORS, K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES = range(6)
 LANE_GROUP, KEY_PADDING, GRANULE = range(6, 9)
 # Functions that stand alone; the last four only where products run on tiles.
-SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, SCALE_COLUMNS = range(9, 18)
+SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, MULTIPLY_SCALED = range(9, 18)
 ANY_NONFINITE = 18
 CLEAR, COPY, PEAK, READ = range(19, 23)
 PREFETCH, SCORE_ROWS, PREFILL_GROUP = range(23, 26)
@@ -38,7 +39,7 @@ _ALONE = {
     WEIGH: "weigh",
     BLEND: "blend",
     SCALE: "scale",
-    SCALE_COLUMNS: "scale_columns",
+    MULTIPLY_SCALED: "multiply_scaled",
     ANY_NONFINITE: "any_nonfinite",
     PREFETCH: "prefetch",
     CLEAR: "clear",
@@ -91,7 +92,7 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     table[SCORE_ROWS] = isa.blocks.score[0]
     table[GRANULE] = isa.granule
     # Both products take whole blocks of keys.
-    table[KEY_PADDING] = max(isa.blocks.score[0], VALUE_UNROLL, isa.granule * isa.k_pack)
+    table[KEY_PADDING] = lcm(isa.blocks.score[0], VALUE_UNROLL, isa.granule * isa.k_pack)
     for place, name in _ALONE.items():
         table[place] = addresses.get(name, 0)
     for family, word in _BY_ELEMENT.items():

@@ -7,18 +7,11 @@ import math
 import numba
 import numpy as np
 
+from ..codegen.native import DS_BLOCK, DS_LATENT, DS_ROTARY, DS_ROTARY_AT, DS_SCALES_AT
 from .compile import kernel
 from .context import COPY, ELEMENT_CODES, NARROW, QUANTISE, SCALE, WIDEN
 from .memory import call, load_f32, store_f32
-from .rows import (
-    DS_BLOCK,
-    DS_LATENT,
-    DS_ROTARY,
-    DS_ROTARY_AT,
-    DS_SCALES_AT,
-    FP8_DS_MLA,
-    widen_row,
-)
+from .rows import FP8_DS_MLA
 
 _E4M3FN = ELEMENT_CODES["float8_e4m3fn"]
 _BFLOAT16 = ELEMENT_CODES["bfloat16"]
@@ -109,7 +102,7 @@ def gather_rows(context, cache, page_stride, row_stride, block_size, table, star
                     (to_rotary, source + latent_width * cache_bytes, (width - latent_width) * cache_bytes),
                 )
                 continue
-            widen_row(context, wide, source, cache_element, width, source)
+            call(context[WIDEN + cache_element], (wide, source, width, source))
             if cache_scale != 1.0:
                 call(context[SCALE], (wide, width, cache_scale))
             call(context[NARROW + element], (to_latent, wide, latent_width))

@@ -14,37 +14,45 @@ from .context import (
     CONFIGURE_TILES,
     GRANULE,
     K_PACK,
+    LIST_ROWS,
     MULTIPLY_ROWS,
+    MULTIPLY_SCALED,
     NARROW_ROWS,
     NATIVE,
+    NATIVE_BYTES,
+    NATIVE_ROWS,
     RELEASE_TILES,
     SCALE,
-    SCALE_COLUMNS,
     TO_NATIVE,
     VECTOR_WIDTH,
     WEIGHT_VECTORS,
     WIDEN_PAIRS,
 )
-from .memory import call, fetch_add, store_i64
-from .rows import native_row, padded_width
+from .memory import call, fetch_add
+from .rows import padded_width
 from .validity import DONE, MAY_MEET, may_meet
 
-# Rows of a and elements of k that one pass takes: a's rows and a panel stay in the second-level cache. k is cut
-# for the cache alone: sums go on where they stopped.
+# Rows of a and elements of k that one pass takes: a's rows and a panel stay in the second-level cache, and a panel
+# that is converted first, fewer elements of it, in the first-level one. k is cut for the caches alone: sums go on
+# where they stopped.
 ROW_BLOCK = 128
 K_BLOCK = 512
+CONVERTED_K = 128
 # Weight panels of one work item, at most, and what they amount to in elements of k.
 MAX_PANELS = 8
 STEPS_AN_ITEM = 1024
-# Bytes of weights that are prefetched before those in hand.
-BYTES_AHEAD = 2048
+# Room for addresses of rows of a that are prefetched: at least those of one register block.
+ROWS_AHEAD = 16
+# Bytes of weights that are prefetched before those that are converted: what is taken next, while these are used.
+BYTES_AHEAD = 8192
 
 
 class Product(NamedTuple):
     """Addresses, strides in bytes and sizes of one call; the fields are the order of the packed integers.
 
     A panel of the weight has ``w_pack`` elements of k side by side, ``w_k`` in all, filled up with zeros.
-    ``scales`` is 0, or a float32 for each column of a panel and each ``scale_rows`` steps of k.
+    ``scales`` is 0, or a float32 for each column of a panel and each block of ``scale_rows`` elements of k, which
+    take up ``scale_k`` in a panel, filled up too; without scales all of k is one block.
     """
 
     a: int
@@ -59,6 +67,7 @@ class Product(NamedTuple):
     w_k: int
     scales: int
     scale_rows: int
+    scale_k: int
     out: int
     out_head_stride: int
     out_row_stride: int
@@ -89,7 +98,7 @@ class Scratch(NamedTuple):
 def unpack(n):
     """The product from its packed integers."""
     return Product(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
-                   n[15], n[16], n[17], n[18], n[19], n[20], n[21])  # fmt: skip
+                   n[15], n[16], n[17], n[18], n[19], n[20], n[21], n[22])  # fmt: skip
 
 
 @kernel
@@ -102,7 +111,7 @@ def panel_width(context):
 def lay_out(context, base):
     """One worker's memory from an address on."""
     width = panel_width(context)
-    a_panel = base + 8 * ROW_BLOCK
+    a_panel = base + 8 * (ROW_BLOCK + ROWS_AHEAD)
     w_panel = a_panel + ROW_BLOCK * (4 * K_BLOCK + LINE)
     sums = w_panel + 4 * K_BLOCK * width + LINE
     return Scratch(base, a_panel, w_panel, sums, sums + 4 * ROW_BLOCK * MAX_PANELS * width)
@@ -121,53 +130,66 @@ def _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch):
     Where products take several rows together, the last ones are joined by rows of zeros.
     """
     together = context[GRANULE]
-    padded_rows = -(-num_rows // together) * together
-    in_place = p.a_element == context[NATIVE] and padded_width(context, num_k) == num_k and padded_rows == num_rows
+    padded, padded_rows = padded_width(context, num_k), -(-num_rows // together) * together
     source = p.a + head * p.a_head_stride + first_row * p.a_row_stride + first_k * p.a_bytes
+    call(context[LIST_ROWS], (scratch.rows, source, p.a_row_stride, num_rows))
+    if p.a_element == context[NATIVE] and padded == num_k and padded_rows == num_rows:
+        return padded_rows
     stride = 4 * K_BLOCK + LINE
-    for i in range(num_rows):
-        here = source
-        if not in_place:
-            here = scratch.a_panel + i * stride
-            native_row(context, here, source, p.a_element, num_k, source)
-        store_i64(scratch.rows + 8 * i, here)
-        source += p.a_row_stride
-    for i in range(num_rows, padded_rows):
-        here = scratch.a_panel + i * stride
-        call(context[CLEAR], (here, stride))
-        store_i64(scratch.rows + 8 * i, here)
+    padding = (padded - num_k) * context[NATIVE_BYTES]
+    call(
+        context[NATIVE_ROWS + p.a_element],
+        (scratch.a_panel, stride, scratch.rows, scratch.rows, num_rows, num_k, padding),
+    )
+    call(context[CLEAR], (scratch.a_panel + num_rows * stride, (padded_rows - num_rows) * stride))
+    call(context[LIST_ROWS], (scratch.rows, scratch.a_panel, stride, padded_rows))
     return padded_rows
 
 
 @kernel
+def _is_native(context, p):
+    """Whether products take the weight's panels as they are."""
+    return p.w_element == context[NATIVE] and p.w_pack == context[K_PACK]
+
+
+@kernel
+def _count_k(context, p, first_k):
+    """Elements of k that are taken together from ``first_k`` on: of one block, as many as the caches have room for."""
+    most = K_BLOCK if _is_native(context, p) else CONVERTED_K
+    return min(most, (first_k // p.scale_rows + 1) * p.scale_rows - first_k, p.k - first_k)
+
+
+@kernel
 def _place_panel(context, p, panel, first_k, num_k, scratch):
-    """The address of a panel's part from step ``first_k`` on: in place, or converted to the native type."""
+    """The address of a panel's part from element ``first_k`` on: in place, or converted to the native type."""
     width = panel_width(context)
-    weights = p.w + (panel * p.w_k + first_k) * width * p.w_bytes
-    if p.w_element == context[NATIVE] and p.w_pack == context[K_PACK]:
+    block = first_k // p.scale_rows
+    place = panel * p.w_k + block * p.scale_k + first_k - block * p.scale_rows
+    weights = p.w + place * width * p.w_bytes
+    if _is_native(context, p):
         return weights
     if p.w_pack == context[K_PACK]:
         padded = padded_width(context, num_k)
         call(context[TO_NATIVE + p.w_element], (scratch.w_panel, weights, padded * width, weights + BYTES_AHEAD))
     else:
         call(context[WIDEN_PAIRS + p.w_element], (scratch.w_panel, weights, -(-num_k // 2), width))
-    if p.scales != 0:
-        _scale_panel(context, p, panel, first_k, num_k, scratch.w_panel)
     return scratch.w_panel
 
 
 @kernel
-def _scale_panel(context, p, panel, first_k, num_k, weights):
-    """Multiply a converted panel by its scales, block of k by block of k."""
+def _multiply_panel(context, p, panel, first_k, num_k, num_rows, sums, stride, scratch):
+    """Add the product of the rows with a panel's part to their sums, scaled where the part has scales."""
     width = panel_width(context)
-    blocks = -(-p.k // p.scale_rows)
-    k = first_k
-    while k < first_k + num_k:
-        block = k // p.scale_rows
-        end = min((block + 1) * p.scale_rows, first_k + num_k)
-        scales = p.scales + 4 * (panel * blocks + block) * width
-        call(context[SCALE_COLUMNS], (weights + 4 * (k - first_k) * width, end - k, width, scales))
-        k = end
+    steps = padded_width(context, num_k) // context[K_PACK]
+    weights = _place_panel(context, p, panel, first_k, num_k, scratch)
+    if p.scales == 0:
+        call(context[MULTIPLY_ROWS], (scratch.rows, num_rows, weights, 4 * width, steps, sums, stride, first_k))
+        return
+    block = panel * -(-p.k // p.scale_rows) + first_k // p.scale_rows
+    call(
+        context[MULTIPLY_SCALED],
+        (scratch.rows, num_rows, weights, 4 * width, steps, sums, stride, p.scales + 4 * block * width, first_k),
+    )
 
 
 @kernel
@@ -191,14 +213,14 @@ def _run_item(context, p, item, scale, scratch):
     stride = 4 * together * width
     for first_row in range(0, p.num_rows, ROW_BLOCK):
         num_rows = min(ROW_BLOCK, p.num_rows - first_row)
-        for first_k in range(0, p.k, K_BLOCK):
-            num_k = min(K_BLOCK, p.k - first_k)
+        first_k = numba.int64(0)
+        while first_k < p.k:
+            num_k = _count_k(context, p, first_k)
             padded_rows = _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch)
-            steps = padded_width(context, num_k) // context[K_PACK]
             for i in range(num_panels):
-                weights = _place_panel(context, p, head * panels_a_head + first_panel + i, first_k, num_k, scratch)
-                call(context[MULTIPLY_ROWS], (scratch.rows, padded_rows, weights, 4 * width, steps,
-                                              scratch.sums + 4 * i * width, stride, first_k))  # fmt: skip
+                _multiply_panel(context, p, head * panels_a_head + first_panel + i, first_k, num_k, padded_rows,
+                                scratch.sums + 4 * i * width, stride, scratch)  # fmt: skip
+            first_k += num_k
         if p.scaled != 0:
             for i in range(num_rows):
                 call(context[SCALE], (scratch.sums + i * stride, columns, scale))

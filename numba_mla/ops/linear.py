@@ -57,14 +57,14 @@ class PackedWeight:
 
     Attributes
     ----------
-    panels : ndarray (H, ceil(N / NR), ceil(K / k_pack), NR, k_pack)
-        Columns of w^T side by side, NR at a time, the k_pack elements of a dot step together, padded with
-        zeros; of w's dtype.
+    panels : ndarray (H, ceil(N / NR), steps, NR, k_pack)
+        Columns of w^T side by side, NR at a time, the k_pack elements of a dot step together; of w's dtype. Every
+        block of k is filled up with zeros to whole steps.
     shape : tuple of int
         (H, N, K) of the weight.
     scale : float or None
         Factor on the product.
-    block_scales : ndarray (H, ceil(N / NR), ceil(K / bk), NR, 1) or None
+    block_scales : ndarray (H, ceil(N / NR), ceil(K / bk), NR) or None
         float32 factor on each column's elements, for every bk of them.
     block_rows : int
         bk; 0 without block scales.
@@ -118,7 +118,7 @@ def pack_weight(w, *, scale=None, block_size=None, isa=None):
 
     Notes
     -----
-    Block scales are kept as they are: a product multiplies each element by its block's scale in float32.
+    Block scales are kept as they are: a product multiplies the sum of each block of k by its scale in float32.
 
     Examples
     --------
@@ -133,38 +133,59 @@ def pack_weight(w, *, scale=None, block_size=None, isa=None):
     check_array("w", w, ("H", "N", "K"), WEIGHT_DTYPES)
     if block_size is not None and not is_fp8(w.dtype):
         raise ValueError(f"block_size: expected None for {w.dtype} weights, got {block_size!r}")
-    # fp8 elements are exact in bfloat16, but not once they are multiplied by a scale.
-    arithmetic = (
-        "bfloat16" if is_fp8(w.dtype) and block_size is None else "float32" if is_fp8(w.dtype) else w.dtype.name
-    )
-    record = select_isa(isa, arithmetic)
+    # fp8 elements are exact in bfloat16.
+    record = select_isa(isa, "bfloat16" if is_fp8(w.dtype) else w.dtype.name)
     heads, columns, k = w.shape
     if block_size is None:
         factor = None if scale is None else check_scale("scale", scale)
         return PackedWeight(_panels(w, record), (heads, columns, k), factor, None, 0, record.name)
     bn, bk = check_block_size(block_size)
     scales = check_block_scales("scale", scale, (heads, -(-columns // bn), -(-k // bk)))
-    bn, bk = min(bn, columns), min(bk, k)
-    by_column = scales.repeat(bn, axis=1)[:, :columns]
-    return PackedWeight(_panels(w, record), (heads, columns, k), None, _panels(by_column, record), bk, record.name)
+    bk = min(bk, k)
+    by_column = scales.repeat(min(bn, columns), axis=1)[:, :columns]
+    return PackedWeight(
+        _panels(w, record, bk), (heads, columns, k), None, _scale_panels(by_column, record), bk, record.name
+    )
 
 
-def _panels_shape(shape: tuple[int, int, int], record: Isa) -> tuple[int, ...]:
+def _filled(k: int, record: Isa) -> int:
+    """Elements of k, filled up to the steps that a product takes together."""
+    together = record.k_pack * record.granule
+    return -(-k // together) * together
+
+
+def _panels_shape(shape: tuple[int, int, int], record: Isa, block_rows: int = 0) -> tuple[int, ...]:
     heads, columns, k = shape
-    width = record.blocks.weight[1] * record.vector_width
-    steps = -(-k // (record.k_pack * record.granule)) * record.granule
-    return heads, -(-columns // width), steps, width, record.k_pack
+    width = _panel_width(record)
+    whole = k // block_rows if block_rows else 0
+    filled = whole * _filled(block_rows, record) + _filled(k - whole * block_rows, record)
+    return heads, -(-columns // width), filled // record.k_pack, width, record.k_pack
 
 
-def _panels(w: np.ndarray, record: Isa) -> np.ndarray:
-    """Columns of w^T, some at a time, with the elements of a dot step side by side, padded with zeros."""
-    _, num_panels, _, width, pack = shape = _panels_shape(w.shape, record)
+def _panels(w: np.ndarray, record: Isa, block_rows: int = 0) -> np.ndarray:
+    """Columns of w^T, some at a time, with the elements of a dot step side by side, blocks of k filled with zeros."""
+    _, num_panels, _, width, pack = shape = _panels_shape(w.shape, record, block_rows)
     panels = aligned_zeros(shape, w.dtype)
+    k = w.shape[2]
+    # Blocks that are whole steps lie as if they were one.
+    block = block_rows if block_rows != _filled(block_rows, record) else max(k, 1)
+    for first in range(0, k, block):
+        step = first // block * _filled(block, record) // pack
+        for panel in range(num_panels):
+            part = w[:, panel * width : (panel + 1) * width, first : first + block]
+            for element in range(pack):
+                of_step = part[:, :, element::pack].swapaxes(1, 2)
+                panels[:, panel, step : step + of_step.shape[1], : part.shape[1], element] = of_step
+    return panels
+
+
+def _scale_panels(scales: np.ndarray, record: Isa) -> np.ndarray:
+    """Scales of columns (H, N, blocks), side by side as the columns of a panel are, padded with zeros."""
+    heads, num_panels, _, width, _ = _panels_shape(scales.shape, record)
+    panels = aligned_zeros((heads, num_panels, scales.shape[2], width), np.float32)
     for panel in range(num_panels):
-        part = w[:, panel * width : (panel + 1) * width]
-        for element in range(pack):
-            of_step = part[:, :, element::pack].swapaxes(1, 2)
-            panels[:, panel, : of_step.shape[1], : part.shape[1], element] = of_step
+        part = scales[:, panel * width : (panel + 1) * width]
+        panels[:, panel, :, : part.shape[1]] = part.swapaxes(1, 2)
     return panels
 
 
@@ -194,8 +215,9 @@ def bmm(a, w, *, scale=None, out=None):
 
     Notes
     -----
-    float32 accumulation over k in order, one rounding to the result's format; the same bits for any M, any
-    strides and any number of threads.
+    float32 accumulation over k in order, one rounding to the result's format; with block scales a sum for each
+    block of k (and for each 128 elements of a longer one), times its scale as it is added. The same bits for any M,
+    any strides and any number of threads.
 
     Examples
     --------
@@ -218,8 +240,16 @@ def bmm(a, w, *, scale=None, out=None):
 
 def _check_and_run(form: tuple, a, w: PackedWeight, scale, out) -> np.ndarray:
     """Check a call's arguments and run it; its form is remembered unless an array had to be copied."""
-    heads, columns, k = _check_layout(w)
+    heads, columns, k = w.shape
+    record = _check_layout(w)
     given, a = a, dense_rows(check_array("a", a, (heads, "M", k)))
+    arithmetic = select_isa(w.isa, NAMES[a.dtype])
+    if _panel_width(arithmetic) != w.panels.shape[3]:
+        raise ValueError(
+            f"a: expected {record.native} with a weight packed for {record.name}, got {describe(a)}, which "
+            f"{arithmetic.name} multiplies here, by panels of {_panel_width(arithmetic)} columns instead of "
+            f"{w.panels.shape[3]}; cast it, or pack the weight with isa={arithmetic.name!r}"
+        )
     if scale is not None and (w.scale is not None or w.block_scales is not None):
         own = "block scales" if w.scale is None else f"scale {w.scale}"
         raise ValueError(f"scale: expected None for a weight that was packed with {own}, got {scale!r}")
@@ -233,11 +263,13 @@ def _check_and_run(form: tuple, a, w: PackedWeight, scale, out) -> np.ndarray:
     if not target.size or not k:
         out[...] = 0
         return out
+    block_rows = w.block_rows or k
     product = Product(
         0, a.strides[0], a.strides[1], CODES[a.dtype], a.itemsize,
         0, CODES[w.dtype], w.panels.itemsize, w.panels.shape[4], w.panels.shape[2] * w.panels.shape[4],
-        0, w.block_rows, 0, target.strides[0], target.strides[1], CODES[target.dtype], target.itemsize,
-        num_heads=heads, num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),
+        0, block_rows, _filled(block_rows, record),
+        0, target.strides[0], target.strides[1], CODES[target.dtype], target.itemsize, num_heads=heads,
+        num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),
     )  # fmt: skip
     apart = extents(_FIELDS, (a, w.panels, w.block_scales, target), outputs=1)
     call = _ProductCall(product.packed(), apart, shape, 1.0 if factor is None else factor,
@@ -271,15 +303,21 @@ def _run(call: _ProductCall, a: np.ndarray, w: PackedWeight, out: np.ndarray) ->
             return
 
 
-def _check_layout(w: PackedWeight) -> tuple[int, int, int]:
-    """The weight's shape, if it lies as this machine's kernels read it: one packed elsewhere need not."""
-    shape = _panels_shape(w.shape, select_isa(w.isa))
+def _panel_width(record: Isa) -> int:
+    """Columns of a panel of packed weights."""
+    return record.blocks.weight[1] * record.vector_width
+
+
+def _check_layout(w: PackedWeight) -> Isa:
+    """The record of a weight that lies as this machine's kernels read it: one packed elsewhere need not."""
+    record = select_isa(w.isa)
+    shape = _panels_shape(w.shape, record, w.block_rows)
     if w.panels.shape != shape or not w.panels.flags.c_contiguous:
         raise ValueError(
             f"w: expected a weight packed for this machine's {w.isa}, dense panels of shape {shape}, "
             f"got {describe(w.panels)}"
         )
-    return w.shape
+    return record
 
 
 def absorb_weights(kv_b_proj, num_heads, qk_nope_head_dim, v_head_dim):

@@ -134,8 +134,8 @@ def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=5
 
     Notes
     -----
-    Exact where the result's dtype holds the cache's values, else rounded once to nearest even. Rows of 656 bytes
-    hold float32 products; attention reads them as this function gives them in bfloat16.
+    Exact where the result's dtype holds the cache's values, else rounded once to nearest even. A row of 656 bytes
+    holds bfloat16 values: code * scale, a float32 product, rounded once.
 
     Examples
     --------

@@ -113,7 +113,8 @@ def bmm_bounds(a, w, *, scale=None, out_dtype=None):
     """Return `bmm`'s float64 result and its bound: a dot product of K float32 terms.
 
     |out - ref| <= (K + 2) 2^-24 scale sum_k |a_k w_k| + u_out |ref| + floor; the 2 are the rounding of the
-    scale to float32 and the product with it.
+    scale to float32 and the product with it. Block scales, as sums of P parts of at most n terms are scaled and
+    then added, keep to it: n products and sums, the product with the scale and P - 1 sums are n + P <= K + 1 roundings.
 
     Parameters
     ----------
