@@ -270,26 +270,20 @@ def _work(worker, context, packed, score_scale, value_scale, seq_lens, query_sta
         call(context[RELEASE_TILES], ())
 
 
-@kernel
-def _plan(context, packed, seq_lens, query_start_loc, num_workers):
-    """The plan of a call, the workers that it keeps busy, and the bytes of workspace that they need."""
-    p = unpack(packed)
-    items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), context[VECTOR_WIDTH], p.causal,
-        num_workers,
-    )  # fmt: skip
-    busy = min(num_workers, len(items))
-    return items, groups, longest_run, busy, workspace_bytes(context, p, longest_run, num_slots, busy)
-
-
-@kernel
+@kernel(entry=True)
 def attention_serial(context, packed, apart, score_scale, value_scale, seq_lens, query_start_loc, table, checks,
                      workspace, workspace_size, num_workers):  # fmt: skip
     """Check, plan, and run all items in the calling thread; as ``attention_parallel``."""
     status = refuse(packed, apart, seq_lens, query_start_loc, table, checks)
     if status != DONE:
         return status
-    items, groups, longest_run, workers, needed = _plan(context, packed, seq_lens, query_start_loc, numba.int64(1))
+    p = unpack(packed)
+    items, groups, num_slots, longest_run = plan_attention(
+        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), context[VECTOR_WIDTH], p.causal,
+        numba.int64(1),
+    )  # fmt: skip
+    workers = min(numba.int64(1), len(items))
+    needed = workspace_bytes(context, p, longest_run, num_slots, workers)
     if needed > workspace_size:
         return needed
     if workers > 0:
@@ -298,7 +292,7 @@ def attention_serial(context, packed, apart, score_scale, value_scale, seq_lens,
     return DONE
 
 
-@kernel(parallel=True)
+@kernel(entry=True, parallel=True)
 def attention_parallel(context, packed, apart, score_scale, value_scale, seq_lens, query_start_loc, table,
                        checks, workspace, workspace_size, num_workers):  # fmt: skip
     """Check, plan, and run all items, by as many workers as asked for.
@@ -335,14 +329,16 @@ def attention_parallel(context, packed, apart, score_scale, value_scale, seq_len
     status = refuse(packed, apart, seq_lens, query_start_loc, table, checks)
     if status != DONE:
         return status
-    items, groups, longest_run, workers, needed = _plan(context, packed, seq_lens, query_start_loc, num_workers)
+    p = unpack(packed)
+    items, groups, num_slots, longest_run = plan_attention(
+        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), context[VECTOR_WIDTH], p.causal,
+        num_workers,
+    )  # fmt: skip
+    workers = min(num_workers, len(items))
+    needed = workspace_bytes(context, p, longest_run, num_slots, workers)
     if needed > workspace_size:
         return needed
     next_item = np.zeros(1, np.int64)
-    if workers == 1:
-        _work(numba.int64(0), context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items,
-              groups, longest_run, next_item, workspace, workers)  # fmt: skip
-        return DONE
     for worker in numba.prange(workers):
         # prange counts in unsigned integers, for which all that is called would be compiled again.
         _work(numba.int64(worker), context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items,

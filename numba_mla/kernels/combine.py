@@ -36,7 +36,7 @@ def merge(context, a, b, num_lanes, padded_lanes, value_width, weights, exponent
         )
 
 
-@kernel
+@kernel(entry=True)
 def merge_finished(context, out_a, lse_a, out_b, lse_b, out, lse, num_rows, width, element_a, bytes_a, element_b,
                    bytes_b, scratch):  # fmt: skip
     """Merge contiguous rows of finished outputs: natural log-sum-exp, selection where a side has no keys.

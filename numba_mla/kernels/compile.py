@@ -32,6 +32,11 @@ def source_hash() -> str:
     return store.content_hash(*(hashlib.sha256(source).hexdigest() for source in sources), *settings)
 
 
+# Of what Numba makes parallel by itself, nothing but the loops that say so: looking for the rest takes seconds.
+_SEARCHES = ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion")
+_PRANGE_ALONE = {"prange": True, **dict.fromkeys(_SEARCHES, False)}
+
+
 class _ContentCache(_Cache):
     """One file for each compiled signature of one function, named by everything that it depends on."""
 
@@ -74,11 +79,17 @@ class _ContentCache(_Cache):
         """Numba's interface; content never goes stale."""
 
 
-def kernel(function: Callable | None = None, *, parallel: bool = False) -> Callable:
-    """Compile a function on its first call, without the interpreter's lock, cached on disk by content."""
+def kernel(function: Callable | None = None, *, entry: bool = False, parallel: bool = False) -> Callable:
+    """Compile a function on its first call, without the interpreter's lock, cached on disk by content.
+
+    Only an ``entry`` can be called from Python: for the others nothing is compiled that would take Python's
+    objects apart, which takes long for tuples of many fields.
+    """
 
     def decorate(function: Callable) -> Callable:
-        dispatcher = numba.njit(nogil=True, parallel=parallel, error_model="numpy")(function)
+        threads = _PRANGE_ALONE if parallel else False
+        dispatcher = numba.njit(nogil=True, parallel=threads, error_model="numpy", no_cfunc_wrapper=True,
+                                no_cpython_wrapper=not entry)(function)  # fmt: skip
         dispatcher._cache = _ContentCache(function)
         return dispatcher
 

@@ -20,7 +20,7 @@ _LARGEST_E4M3FN = np.float32(448.0)
 _SMALLEST_SCALE = np.float32(2.0**-126)
 
 
-@kernel
+@kernel(entry=True)
 def find_bad_page(table, seq_lens, block_size, num_blocks):
     """Request and column of the first used table entry outside the cache; (-1, -1) if there is none."""
     for request in range(len(seq_lens)):
@@ -30,7 +30,7 @@ def find_bad_page(table, seq_lens, block_size, num_blocks):
     return -1, -1
 
 
-@kernel
+@kernel(entry=True)
 def find_bad_slot(slots, num_slots, pad_slot):
     """Index of the first slot that is neither inside the cache nor the padding's; -1 if there is none."""
     for i in range(len(slots)):
@@ -54,7 +54,7 @@ def _store_ds_latent(context, target, wide):
         store_f32(target + DS_SCALES_AT + 4 * block, scale)
 
 
-@kernel
+@kernel(entry=True)
 def write_rows(context, latent, latent_stride, latent_width, rotary, rotary_stride, rotary_width, element,
                element_bytes, cache, page_stride, row_stride, block_size, cache_element, cache_scale, slots,
                pad_slot, wide):  # fmt: skip
@@ -83,7 +83,7 @@ def write_rows(context, latent, latent_stride, latent_width, rotary, rotary_stri
             call(context[QUANTISE + cache_element], (target, wide, latent_width + rotary_width, cache_scale))
 
 
-@kernel
+@kernel(entry=True)
 def gather_rows(context, cache, page_stride, row_stride, block_size, table, starts, ends, width, cache_element,
                 cache_bytes, cache_scale, latent, latent_stride, latent_width, rotary, rotary_stride, element,
                 wide):  # fmt: skip

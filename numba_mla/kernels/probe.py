@@ -9,14 +9,14 @@ from .context import PEAK, READ
 from .memory import call
 
 
-@kernel(parallel=True)
+@kernel(entry=True, parallel=True)
 def run_peak(context, operand, turns, targets, num_workers):
     """The peak loop on every worker; ``targets`` has a cache line for each."""
     for worker in numba.prange(num_workers):
         call(context[PEAK], (operand, turns, targets + 64 * worker))
 
 
-@kernel(parallel=True)
+@kernel(entry=True, parallel=True)
 def run_read(context, source, bytes_each, targets, num_workers):
     """Every worker reads its own part of some memory."""
     for worker in numba.prange(num_workers):

@@ -252,7 +252,7 @@ def _work(worker, context, packed, scale, num_items, next_item, workspace):
         call(context[RELEASE_TILES], ())
 
 
-@kernel
+@kernel(entry=True)
 def product_serial(context, packed, apart, scale, workspace, workspace_size, num_workers):
     """Check, and run all items in the calling thread; as ``product_parallel``."""
     if may_meet(packed, apart):
@@ -264,7 +264,7 @@ def product_serial(context, packed, apart, scale, workspace, workspace_size, num
     return DONE
 
 
-@kernel(parallel=True)
+@kernel(entry=True, parallel=True)
 def product_parallel(context, packed, apart, scale, workspace, workspace_size, num_workers):
     """Check, and run all items, by as many workers as asked for.
 
@@ -278,9 +278,6 @@ def product_parallel(context, packed, apart, scale, workspace, workspace_size, n
     if needed > workspace_size:
         return needed
     next_item = np.zeros(1, np.int64)
-    if workers == 1:
-        _work(numba.int64(0), context, packed, scale, num_items, next_item, workspace)
-        return DONE
     for worker in numba.prange(workers):
         # prange counts in unsigned integers, for which all that is called would be compiled again.
         _work(numba.int64(worker), context, packed, scale, num_items, next_item, workspace)

@@ -179,7 +179,7 @@ def _sort(items, costs):
     return ordered
 
 
-@kernel
+@kernel(entry=True)
 def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers):
     """Plan a call: its work items, the heaviest first, or by their rows where they are many.
 
