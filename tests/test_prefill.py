@@ -61,7 +61,7 @@ def test_queries_far_before_the_first_key_are_empty(isa, rng):
 def test_a_plan_has_no_groups_that_end_before_the_first_key():
     """Queries that lie more than a split before the first key: no item has a negative number of splits."""
     starts = np.array([0, 3000])
-    items, groups, _, _ = plan_attention(np.array([2]), starts, 1, 1, 32, 16, 1, num_workers=2)
+    items, groups, _, _ = plan_attention(np.array([2]), starts, 1, 1, 32, 32, 16, 1, num_workers=2)
     assert groups[:, NUM_LANES].sum() == 3000
     assert groups[:, END].max() == 2
     assert groups[:, END].min() == 0

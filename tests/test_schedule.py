@@ -16,7 +16,7 @@ LANE_GROUP, LEAST_LANES = 64, 16
 def plan(seq_lens, new_tokens, num_heads, workers, group_heads=None, causal=1):
     return schedule.plan_attention(
         np.array(seq_lens, np.int64), start_locations(new_tokens).astype(np.int64), num_heads,
-        group_heads or num_heads, LANE_GROUP, LEAST_LANES, causal, workers,
+        group_heads or num_heads, LANE_GROUP, schedule.FEW_LANES, LEAST_LANES, causal, workers,
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_longer_requests_do_not_take_more_slots():
 def test_one_worker_takes_each_group_whole(lane_group):
     """Whatever the numbers: a run that is doubled until it is long enough must not overflow on the way."""
     items, groups, num_slots, longest = schedule.plan_attention(
-        np.array([4096]), np.array([0, 1024]), 16, 1, lane_group, LEAST_LANES, 1, 1
+        np.array([4096]), np.array([0, 1024]), 16, 1, lane_group, schedule.FEW_LANES, LEAST_LANES, 1, 1
     )
     assert len(items) == len(groups) == 16 * -(-1024 // lane_group)
     assert num_slots == 0

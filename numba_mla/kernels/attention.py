@@ -46,6 +46,7 @@ from .schedule import (
 )
 from .scratch import (
     dot_steps,
+    few_lanes,
     key_source,
     lane_group,
     lane_stride,
@@ -279,8 +280,8 @@ def attention_serial(context, packed, apart, score_scale, value_scale, seq_lens,
         return status
     p = unpack(packed)
     items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), context[VECTOR_WIDTH], p.causal,
-        numba.int64(1),
+        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), few_lanes(context, p),
+        context[VECTOR_WIDTH], p.causal, numba.int64(1),
     )  # fmt: skip
     workers = min(numba.int64(1), len(items))
     needed = workspace_bytes(context, p, longest_run, num_slots, workers)
@@ -331,8 +332,8 @@ def attention_parallel(context, packed, apart, score_scale, value_scale, seq_len
         return status
     p = unpack(packed)
     items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), context[VECTOR_WIDTH], p.causal,
-        num_workers,
+        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), few_lanes(context, p),
+        context[VECTOR_WIDTH], p.causal, num_workers,
     )  # fmt: skip
     workers = min(num_workers, len(items))
     needed = workspace_bytes(context, p, longest_run, num_slots, workers)

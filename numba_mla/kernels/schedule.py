@@ -17,7 +17,8 @@ KEY_TILE = 256
 KV_SPLIT = 1024
 # Items a worker should find at least, so that taking them one by one evens the load out.
 ITEMS_PER_WORKER = 12
-# Lanes that share a row's way through the caches well enough: fewer only where workers would have nothing to do.
+# Lanes that share a row's way through the caches well enough, where it need not be converted: fewer only where
+# workers would have nothing to do.
 FEW_LANES = 32
 # How finely items are told apart by what they cost.
 NUM_RANKS = 1024
@@ -180,7 +181,8 @@ def _sort(items, costs):
 
 
 @kernel(entry=True)
-def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, least_lanes, causal, num_workers):
+def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, few_lanes, least_lanes, causal,
+                   num_workers):  # fmt: skip
     """Plan a call: its work items, the heaviest first, or by their rows where they are many.
 
     Parameters
@@ -191,8 +193,9 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
         Where each request's query tokens begin.
     num_heads, group_heads : int
         Heads of a token; those that share key rows.
-    lane_group, least_lanes : int
-        Lanes of an item at most, and what that is halved down to where there are more workers than items.
+    lane_group, few_lanes, least_lanes : int
+        Lanes of an item at most; what that is halved down to where there are not enough items for the load to be
+        even; and where there are more workers than items.
     causal : int
         1 if token i of n sees ``seq_len - n + i + 1`` keys, 0 if all.
     num_workers : int
@@ -210,7 +213,7 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
     groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
     # Too few items to go round evenly: smaller lane groups make more of them.
     while num_workers > 1 and lane_group > least_lanes:
-        wanted = ITEMS_PER_WORKER if lane_group > FEW_LANES else 2
+        wanted = ITEMS_PER_WORKER if lane_group > few_lanes else 2
         if _count_items(groups) >= wanted * num_workers:
             break
         lane_group //= 2

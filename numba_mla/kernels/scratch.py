@@ -21,7 +21,7 @@ from .context import (
     VECTOR_WIDTH,
 )
 from .rows import padded_width
-from .schedule import KEY_TILE
+from .schedule import FEW_LANES, KEY_TILE
 from .source import MOST_ROWS_AHEAD, RowSource
 
 
@@ -128,6 +128,13 @@ def lay_out(context, p, longest_run, base):
     return Scratch(q_packed, scores, key_rows, key_panel, key_stride, value_rows, value_panel, value_stride,
                    rows_bytes, spare, low, high, alpha, weights, zeros, group, out_stride, state_bytes,
                    states, end)  # fmt: skip
+
+
+@kernel
+def few_lanes(context, p):
+    """Lanes that make an item worth its rows: all that it may have, where each item converts them anew."""
+    in_place = p.row_element == context[NATIVE] and p.value_width % context[COLUMN_STEP] == 0
+    return FEW_LANES if in_place else lane_group(context, p)
 
 
 @kernel
