@@ -9,7 +9,9 @@ import numpy as np
 
 from ..checks import address, check_apart, check_output
 from ..kernels.attention import attention_parallel, attention_serial
+from ..kernels.context import VECTOR_WIDTH
 from ..kernels.problem import Problem
+from ..kernels.schedule import KV_SPLIT
 from ..kernels.validity import MAY_MEET
 from ..runtime import workspace
 from ..threads import launch, num_threads
@@ -40,12 +42,13 @@ class AttentionCall(NamedTuple):
     """A checked call: all that does not depend on where arrays lie and what metadata hold.
 
     ``packed`` is the problem, with offsets in the place of addresses; ``apart`` says which arrays must not meet;
-    ``shape`` is the result's.
+    ``shape`` is the result's. A block table of at most ``few_pages`` columns leaves work for one thread alone.
     """
 
     packed: np.ndarray
     apart: np.ndarray
     shape: tuple[int, ...]
+    few_pages: int
     score_scale: float
     value_scale: float
     context: np.ndarray
@@ -104,7 +107,10 @@ def attention_call(problem: Problem, score_scale: float, value_scale: float, con
                    arrays: Arrays) -> AttentionCall:  # fmt: skip
     """A checked call on arrays of these forms."""
     apart = extents(_FIELDS, arrays, outputs=2)
-    return AttentionCall(problem.packed(), apart, arrays.out.shape, score_scale, value_scale, context)
+    shape = arrays.out.shape
+    # A vector of lanes over one split of keys: no item to share.
+    few_pages = KV_SPLIT // problem.block_size if shape[0] * shape[1] <= context[VECTOR_WIDTH] else -1
+    return AttentionCall(problem.packed(), apart, shape, few_pages, score_scale, value_scale, context)
 
 
 def known_call(call: AttentionCall, q, q_pe, keys, values, out, lse) -> Prepared:
@@ -129,7 +135,7 @@ def run_attention(call: AttentionCall, arrays: Arrays, seq_lens: np.ndarray, que
               address(arrays.lse))  # fmt: skip
     for field, place in zip(_FIELDS, places, strict=True):
         packed[field] += place
-    workers = num_threads()
+    workers = 1 if table.shape[1] <= call.few_pages else num_threads()
     memory = workspace.reserve(0)
     while True:
         arguments = (call.context, packed, apart, call.score_scale, call.value_scale, seq_lens, query_start_loc, table,
