@@ -266,7 +266,7 @@ def build_list_rows(isa: Isa) -> Function:
 
 
 def build_prefetch() -> Function:
-    """Ask for ``num_bytes`` that will be read soon, or written (``prefetch_target``)."""
+    """Ask for ``num_bytes`` that will be read or written soon."""
     f = Function("prefetch", [("ptr", "source"), ("i64", "num_bytes")])
     with f.loop(0, "%num_bytes", LINE) as line:
         f.do(f"call void @llvm.prefetch.p0(ptr {f.offset('%source', line.index)}, i32 0, i32 3, i32 1)")

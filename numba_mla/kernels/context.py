@@ -20,15 +20,14 @@ ELEMENT_BYTES = tuple(element.num_bytes for element in FORMATS)
 _MAX_FORMATS = 8
 
 # Sizes: of vectors and register blocks; keys or features of a dot step; value columns of a value block at least;
-# the native type, its code and bytes; lanes of an item at most; what the number of keys of a tile is padded to;
-# rows, lanes and dot steps that products take together.
+# the native type, its code and bytes; lanes of an item at most, on shared rows and of one head; what the number of
+# keys of a tile is padded to; rows, lanes and dot steps that products take together; keys of a score block.
 VECTOR_WIDTH, WEIGHT_VECTORS, K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES = range(6)
-LANE_GROUP, KEY_PADDING, GRANULE = range(6, 9)
+LANE_GROUP, PREFILL_GROUP, KEY_PADDING, GRANULE, SCORE_ROWS = range(6, 11)
 # Functions that stand alone; the last four only where products run on tiles.
-SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, MULTIPLY_SCALED = range(9, 18)
-ANY_NONFINITE = 18
-CLEAR, COPY, PEAK, READ = range(19, 23)
-PREFETCH, SCORE_ROWS, PREFILL_GROUP = range(23, 26)
+SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, MULTIPLY_SCALED = range(11, 20)
+ANY_NONFINITE = 20
+CLEAR, COPY, PEAK, READ, PREFETCH = range(21, 26)
 LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(26, 31)
 _ALONE = {
     SCORE: "score",
