@@ -79,8 +79,8 @@ def test_dot_block(record, rng, k, accumulate):
             sums = record.multiply_add.twin(a[:, step : step + 1].copy(), b[step : step + 1, :columns].copy(), sums)
         expected[1:-1, 2:-2] = sums
         pointers = rows_of(a)
-        function(record, blocks.dot_name(rows, vectors), 8)(
-            at(pointers), at(pointers), at(b), b.strides[0], k, at(c[1:, 2:]), c.strides[0], accumulate
+        function(record, blocks.dot_name(rows, vectors), 10)(
+            at(pointers), at(pointers), at(b), b.strides[0], k, at(c[1:, 2:]), c.strides[0], accumulate, at(b), 24
         )
         np.testing.assert_array_equal(c, expected)
 

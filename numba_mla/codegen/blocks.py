@@ -16,11 +16,11 @@ STEP_BYTES = 4
 # Steps written out between two turns of a loop: one cache line of a row, which is prefetched once.
 DOT_UNROLL = 16
 VALUE_UNROLL = 4
+# How far weights are prefetched where a single block of rows reads them, once.
+STREAM_AHEAD_BYTES = 8192
 # Sums that the peak loop keeps under way, and how far the bandwidth loop prefetches.
 PEAK_SUMS = 12
 READ_AHEAD_BYTES = 4096
-# How far weights are prefetched.
-STREAM_AHEAD_BYTES = 8192
 
 
 def dot_name(rows: int, vectors: int) -> str:
@@ -53,18 +53,19 @@ def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
 
     Arguments of the function: ``a``, the addresses of the rows; ``ahead``, the addresses of rows that will be
     read soon, prefetched line by line; ``b`` with ``ldb`` bytes a step; ``k`` steps; ``c`` with ``ldc`` bytes
-    a row; ``accumulate``, 0 to start from zero. One sum runs over k in order for every element of C, so that
-    neither the block's shape nor the way k is cut into calls changes a bit. B, weights that stream from
-    memory, is prefetched too.
+    a row; ``accumulate``, 0 to start from zero; ``soon``, what will be read for B, and ``soon_step``, how many
+    bytes of it a step prefetches. One sum runs over k in order for every element of C, so that
+    neither the block's shape nor the way k is cut into calls changes a bit.
     """
     f = Function(
         dot_name(rows, vectors),
         [("ptr", "a"), ("ptr", "ahead"), ("ptr", "b"), ("i64", "ldb"), ("i64", "k"), ("ptr", "c"), ("i64", "ldc"),
-         ("i64", "accumulate")],
+         ("i64", "accumulate"), ("ptr", "soon"), ("i64", "soon_step")],
     )  # fmt: skip
     target = [f.offset("%c", f.value(f"mul i64 %ldc, {r}")) for r in range(rows)]
     row = [f.load("ptr", f.offset("%a", 8 * r), align=8) for r in range(rows)]
-    sums = emit_dot(f, isa, row, "%ahead", ("%b", "%ldb"), "%k", _start_sums(f, isa, target, vectors), streams=True)
+    sums = emit_dot(f, isa, row, "%ahead", ("%b", "%ldb"), "%k", _start_sums(f, isa, target, vectors),
+                    ("%soon", "%soon_step"))  # fmt: skip
     store_block(f, isa, target, sums, vectors)
     return f
 
@@ -92,16 +93,21 @@ def build_dot_scaled(isa: Isa, rows: int, vectors: int) -> Function:
     return f
 
 
-def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[str, str], k: str, sums: list[str], *,
-             streams: bool = False) -> list[str]:  # fmt: skip
+def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[str, str], k: str, sums: list[str],
+             soon: tuple[str, str] | None = None) -> list[str]:  # fmt: skip
     """The sums of a dot block over ``k`` steps, from those given on.
 
     ``row`` are the addresses of the rows, ``ahead`` the place of those to prefetch, if any; ``b`` is B's address
-    and the bytes of its steps.
+    and the bytes of its steps; ``soon``, if B streams from memory, what to prefetch for it, and how many bytes of that
+    in a step. (A turn prefetches as much as it reads; where less is asked for, most of it is on its way already.
+    Steps of float32 prefetch B itself.)
     """
     kind = f"<{isa.vector_width} x float>"
     rows, vectors = len(row), len(sums) // len(row)
     packed_b, ldb = b
+    lines = -(-vectors * isa.vector_bytes // LINE)
+    # A few rows take less time than their weights do to come from memory, which go straight to the nearest cache.
+    locality = 2 if rows == isa.blocks.weight[0] else 3
 
     def step(index: str, unrolled: int, sums: list[str], ahead: list[str]) -> list[str]:
         at = f.value(f"shl i64 {index}, 2")
@@ -109,11 +115,19 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
         here = [f.offset(pointer, at) for pointer in row]
         for pointer in ahead:
             f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(pointer, at)}, i32 0, i32 2, i32 1)")
+        streams = soon is not None and unrolled > 1
+        if soon is not None and isa.k_pack > 1:
+            stream = f.offset(soon[0], f.value(f"mul i64 {index}, {soon[1]}"))
         for u in range(unrolled):
             b = [f.load(kind, f.offset(packed, v * isa.vector_bytes)) for v in range(vectors)]
-            for line in range(0, vectors * isa.vector_bytes if streams and unrolled > 1 else 0, LINE):
-                soon = f.offset(packed, STREAM_AHEAD_BYTES + line)
-                f.do(f"call void @llvm.prefetch.p0(ptr {soon}, i32 0, i32 3, i32 1)")
+            for line in range(lines if streams else 0):
+                # LLVM spills sums of float32 where prefetches have addresses of their own.
+                place = (
+                    f.offset(stream, LINE * (u * lines + line))
+                    if isa.k_pack > 1
+                    else f.offset(packed, STREAM_AHEAD_BYTES + LINE * line)
+                )
+                f.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 {locality}, i32 1)")
             for r in range(rows):
                 block_row = slice(r * vectors, (r + 1) * vectors)
                 sums[block_row] = _multiply_add(f, isa, f.offset(here[r], u * STEP_BYTES), b, sums[block_row])
@@ -123,8 +137,8 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
 
     whole = f.value(f"and i64 {k}, {-DOT_UNROLL}")
     with f.loop(0, whole, DOT_UNROLL, [(kind, s) for s in sums]) as loop:
-        soon = [] if ahead is None else [f.load("ptr", f.offset(ahead, 8 * r), align=8) for r in range(rows)]
-        loop.following = step(loop.index, DOT_UNROLL, list(loop.carried), soon)
+        rows_ahead = [] if ahead is None else [f.load("ptr", f.offset(ahead, 8 * r), align=8) for r in range(rows)]
+        loop.following = step(loop.index, DOT_UNROLL, list(loop.carried), rows_ahead)
     with f.loop(whole, k, 1, [(kind, s) for s in loop.carried]) as rest:
         rest.following = step(rest.index, 1, list(rest.carried), [])
     return rest.carried

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..isa import Isa
-from .blocks import VALUE_UNROLL, dot_name, emit_dot, scaled_name, store_block, value_name
+from .blocks import STREAM_AHEAD_BYTES, VALUE_UNROLL, dot_name, emit_dot, scaled_name, store_block, value_name
 from .text import Function
 from .vector import ElementFormat, constant
 
@@ -107,18 +107,33 @@ def build_multiply_rows(isa: Isa) -> Function:
 
     Arguments of the function: ``rows``, addresses of ``num_rows`` rows, and of as many as a block has after them,
     which are prefetched but not read; ``b`` with ``ldb`` bytes a step; ``steps``; ``c`` with ``ldc`` bytes a row;
-    ``accumulate``, 0 to start from zero.
+    ``accumulate``, 0 to start from zero; ``soon``, as large as the panel, what will be read after it: each block of
+    rows prefetches its share, so that weights stream evenly under all of the arithmetic (but for tiles, whose
+    loads leave that to the hardware).
     """
     f = Function("multiply_rows", [("ptr", "rows"), ("i64", "num_rows"), ("ptr", "b"), ("i64", "ldb"), ("i64", "steps"),
-                                   ("ptr", "c"), ("i64", "ldc"), ("i64", "accumulate")])  # fmt: skip
+                                   ("ptr", "c"), ("i64", "ldc"), ("i64", "accumulate"), ("ptr", "soon")])  # fmt: skip
+    panel_bytes = f.value("mul i64 %ldb, %steps")
+
+    def stream(row: str, size: int) -> str:
+        """Arguments of a block of rows: what it prefetches, and how many bytes of that in a step.
+
+        A single block prefetches the panel itself, several of them each their share of what comes next.
+        """
+        once = f.value(f"icmp ule i64 %num_rows, {size}")
+        start = f.offset("%soon", f.value(f"udiv i64 {f.value(f'mul i64 {panel_bytes}, {row}')}, %num_rows"))
+        soon = f.value(f"select i1 {once}, ptr {f.offset('%b', STREAM_AHEAD_BYTES)}, ptr {start}")
+        share = f.value(f"udiv i64 {f.value(f'mul i64 %ldb, {size}')}, %num_rows")
+        return f"ptr {soon}, i64 {f.value(f'select i1 {once}, i64 %ldb, i64 {share}')}"
 
     def block(row: str, size: int) -> None:
         here = f.offset("%rows", f.value(f"shl i64 {row}, 3"))
         c = f.offset("%c", f.value(f"mul i64 {row}, %ldc"))
-        soon = f.offset(here, 8 * size)
+        ahead = f.offset(here, 8 * size)
+        streams = f", {stream(row, size)}" if isa.tiles is None else ""
         f.do(
-            f"call void @{dot_name(size, isa.blocks.weight[1])}(ptr {here}, ptr {soon}, ptr %b, i64 %ldb, i64 %steps, "
-            f"ptr {c}, i64 %ldc, i64 %accumulate)"
+            f"call void @{dot_name(size, isa.blocks.weight[1])}(ptr {here}, ptr {ahead}, ptr %b, i64 %ldb, i64 %steps, "
+            f"ptr {c}, i64 %ldc, i64 %accumulate{streams})"
         )
 
     _loop_blocks(f, "%num_rows", isa.weight_rows, block)

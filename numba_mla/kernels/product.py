@@ -160,12 +160,18 @@ def _count_k(context, p, first_k):
 
 
 @kernel
-def _place_panel(context, p, panel, first_k, num_k, scratch):
-    """The address of a panel's part from element ``first_k`` on: in place, or converted to the native type."""
-    width = panel_width(context)
+def _locate_part(context, p, panel, first_k):
+    """The address of a panel's part from element ``first_k`` on."""
     block = first_k // p.scale_rows
     place = panel * p.w_k + block * p.scale_k + first_k - block * p.scale_rows
-    weights = p.w + place * width * p.w_bytes
+    return p.w + place * panel_width(context) * p.w_bytes
+
+
+@kernel
+def _place_part(context, p, panel, first_k, num_k, scratch):
+    """Where products find a panel's part: in place, or converted to the native type."""
+    width = panel_width(context)
+    weights = _locate_part(context, p, panel, first_k)
     if _is_native(context, p):
         return weights
     if p.w_pack == context[K_PACK]:
@@ -177,13 +183,18 @@ def _place_panel(context, p, panel, first_k, num_k, scratch):
 
 
 @kernel
-def _multiply_panel(context, p, panel, first_k, num_k, num_rows, sums, stride, scratch):
-    """Add the product of the rows with a panel's part to their sums, scaled where the part has scales."""
+def _multiply_part(context, p, panel, first_k, num_k, num_rows, sums, stride, soon, scratch):
+    """Add the product of the rows with a panel's part to their sums, scaled where the part has scales.
+
+    Meanwhile the part at ``soon`` is prefetched, unless it has to be converted, which sees to that itself.
+    """
     width = panel_width(context)
     steps = padded_width(context, num_k) // context[K_PACK]
-    weights = _place_panel(context, p, panel, first_k, num_k, scratch)
+    weights = _place_part(context, p, panel, first_k, num_k, scratch)
     if p.scales == 0:
-        call(context[MULTIPLY_ROWS], (scratch.rows, num_rows, weights, 4 * width, steps, sums, stride, first_k))
+        if not _is_native(context, p):
+            soon = weights
+        call(context[MULTIPLY_ROWS], (scratch.rows, num_rows, weights, 4 * width, steps, sums, stride, first_k, soon))
         return
     block = panel * -(-p.k // p.scale_rows) + first_k // p.scale_rows
     call(
@@ -199,28 +210,50 @@ def panels_an_item(p):
 
 
 @kernel
-def _run_item(context, p, item, scale, scratch):
-    """All rows of one head for a few panels of columns."""
-    width = panel_width(context)
+def _panels_a_head(context, p):
+    """Panels of one head's weight."""
+    return -(-p.num_columns // panel_width(context))
+
+
+@kernel
+def _first_panel(context, p, item):
+    """An item's head, and the first of its panels, counted from the first head's on."""
     together = panels_an_item(p)
-    panels_a_head = -(-p.num_columns // width)
+    panels_a_head = _panels_a_head(context, p)
     items_a_head = -(-panels_a_head // together)
     head = item // items_a_head
-    first_panel = (item - head * items_a_head) * together
-    num_panels = min(together, panels_a_head - first_panel)
-    first_column = first_panel * width
+    return head, head * panels_a_head + (item - head * items_a_head) * together
+
+
+@kernel
+def _run_item(context, p, item, following, scale, scratch):
+    """All rows of one head for a few panels of columns; ``following`` is the item that this worker takes next."""
+    width = panel_width(context)
+    together = panels_an_item(p)
+    head, first_panel = _first_panel(context, p, item)
+    _, following_panel = _first_panel(context, p, following)
+    num_panels = min(together, (head + 1) * _panels_a_head(context, p) - first_panel)
+    first_column = (first_panel - head * _panels_a_head(context, p)) * width
     columns = min(num_panels * width, p.num_columns - first_column)
     stride = 4 * together * width
     for first_row in range(0, p.num_rows, ROW_BLOCK):
         num_rows = min(ROW_BLOCK, p.num_rows - first_row)
+        afterwards = first_panel if first_row + num_rows < p.num_rows else following_panel
         first_k = numba.int64(0)
         while first_k < p.k:
             num_k = _count_k(context, p, first_k)
             padded_rows = _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch)
-            for i in range(num_panels):
-                _multiply_panel(context, p, head * panels_a_head + first_panel + i, first_k, num_k, padded_rows,
-                                scratch.sums + 4 * i * width, stride, scratch)  # fmt: skip
-            first_k += num_k
+            next_k = first_k + num_k
+            for panel in range(first_panel, first_panel + num_panels):
+                if panel + 1 < first_panel + num_panels:
+                    soon = _locate_part(context, p, panel + 1, first_k)
+                elif next_k < p.k:
+                    soon = _locate_part(context, p, first_panel, next_k)
+                else:
+                    soon = _locate_part(context, p, afterwards, numba.int64(0))
+                _multiply_part(context, p, panel, first_k, num_k, padded_rows,
+                               scratch.sums + 4 * (panel - first_panel) * width, stride, soon, scratch)  # fmt: skip
+            first_k = next_k
         if p.scaled != 0:
             for i in range(num_rows):
                 call(context[SCALE], (scratch.sums + i * stride, columns, scale))
@@ -232,8 +265,7 @@ def _run_item(context, p, item, scale, scratch):
 def _count_items(context, packed):
     """Work items of a call."""
     p = unpack(packed)
-    panels = -(-p.num_columns // panel_width(context))
-    return p.num_heads * -(-panels // panels_an_item(p))
+    return p.num_heads * -(-_panels_a_head(context, p) // panels_an_item(p))
 
 
 @kernel
@@ -243,11 +275,12 @@ def _work(worker, context, packed, scale, num_items, next_item, workspace):
     scratch = lay_out(context, workspace + worker * lay_out(context, numba.int64(0)).end)
     if context[CONFIGURE_TILES] != 0:
         call(context[CONFIGURE_TILES], ())
-    while True:
-        item = fetch_add(next_item.ctypes.data, 1)
-        if item >= num_items:
-            break
-        _run_item(context, p, item, scale, scratch)
+    # An item is taken while the one before it runs, so that its weights are on their way when it begins.
+    item = fetch_add(next_item.ctypes.data, 1)
+    while item < num_items:
+        following = fetch_add(next_item.ctypes.data, 1)
+        _run_item(context, p, item, min(following, num_items - 1), scale, scratch)
+        item = following
     if context[RELEASE_TILES] != 0:
         call(context[RELEASE_TILES], ())
 
