@@ -21,6 +21,7 @@ import numpy as np
 
 import numba_mla
 from numba_mla import MLAConfig, MLALayer, PagedLatentCache, plan_path
+from numba_mla.attention import split_by_path
 from numba_mla.checkpoint import attention_shapes
 from numba_mla.machine import Yardstick
 from numba_mla.paths import Terms, absorbed_work, materialised_work
@@ -73,11 +74,12 @@ def measure(layer: MLALayer, num_new: int, prefix: int, isa: str) -> Point:
     cache.add("request")
     cache.append({"request": prefix})
     batch = cache.append({"request": num_new})
-    q_nope, q_pe = (rng.standard_normal((num_new, c.num_heads, width), np.float32)
-                    for width in (c.qk_nope_head_dim, c.qk_rope_head_dim))  # fmt: skip
+    q = rng.standard_normal((num_new, c.num_heads, c.qk_nope_head_dim + c.qk_rope_head_dim), np.float32)
+    values = np.empty((num_new, c.num_heads, c.v_head_dim), layer.dtype)
 
     def attend(path: str) -> np.ndarray:
-        return layer._attend(q_nope, q_pe, cache.data[0], batch, None, path)
+        layer._attention(q, cache.data[0], split_by_path(batch.requests, c, layer.dtype, path), None, values)
+        return values
 
     absorbed, materialised = (attend(path).astype(np.float32) for path in PATHS)
     unit = float(ml_dtypes.finfo(layer.dtype).eps)

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+
+
+class Requests(NamedTuple):
+    """Some requests of a step: their pages, lengths and new tokens, as `extend` takes them."""
+
+    block_table: np.ndarray
+    seq_lens: np.ndarray
+    query_start_loc: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +46,11 @@ class Batch:
     block_table: np.ndarray
     slot_mapping: np.ndarray
     lives: tuple[object, ...] = field(default=(), repr=False)
+
+    @property
+    def requests(self) -> Requests:
+        """All of its requests."""
+        return Requests(self.block_table, self.seq_lens, self.query_start_loc)
 
 
 def build_batch(

@@ -17,7 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from . import ops, reference
-from .cache import Batch, PagedLatentCache
+from .attention import split_by_path
+from .batch import Batch, Requests
+from .cache import PagedLatentCache
 from .config import MLAConfig
 from .layer import MLALayer
 from .rope import inverse_frequencies, rotation, rotation_scaling
@@ -127,7 +129,7 @@ def check_layer(
     c = layer.config
     inv_freq = inverse_frequencies(c.qk_rope_head_dim, c.rope_theta, c.rope_scaling)
     cos, sin = rotation(batch.positions, inv_freq, rotation_scaling(c.rope_scaling))
-    q_nope, q_pe = layer._project_queries(hidden_states, batch.positions, cos, sin)
+    q = layer._project_queries(hidden_states, batch.positions, cos, sin)
     kv_cache = cache.data[0]
     kv_c, k_pe, _ = ops.gather_cache(
         kv_cache,
@@ -139,17 +141,18 @@ def check_layer(
     queries = queries_bound(c, weights, hidden_states, batch.positions, layer.dtype)
     latents = latents_bound(c, weights, hidden_states, batch.positions).rounded(cache.dtype)
     errors: tuple[StageError, ...] = (
-        queries.error_of("queries", np.concatenate([q_nope, q_pe], axis=-1)),
+        queries.error_of("queries", q),
         latents.error_of("cached latents", np.concatenate([kv_c, k_pe], axis=-1)),
     )
-    values = np.empty((len(q_nope), c.num_heads, c.v_head_dim), layer.dtype)
-    for path, part, tokens in layer._split_by_path(batch, "auto"):
+    values = np.empty((len(q), c.num_heads, c.v_head_dim), layer.dtype)
+    for path, requests, tokens in split_by_path(batch.requests, c, layer.dtype):
+        own = q[tokens]
         if path == "absorbed":
-            own = q_nope[tokens].astype(layer.dtype), q_pe[tokens].astype(cache.dtype)
-            values[tokens], found = check_absorbed(c, weights, *own, kv_cache, part)
+            q_nope, q_pe = own[..., : c.qk_nope_head_dim], own[..., c.qk_nope_head_dim :]
+            queries_of = q_nope.astype(layer.dtype), q_pe.astype(cache.dtype)
+            values[tokens], found = check_absorbed(c, weights, *queries_of, kv_cache, requests)
         else:
-            own = q_nope[tokens].astype(layer.dtype), q_pe[tokens].astype(layer.dtype)
-            values[tokens], found = check_materialised(layer, weights, *own, kv_cache, part)
+            values[tokens], found = check_materialised(layer, weights, own.astype(layer.dtype), kv_cache, requests)
         errors += found
     projected = linear(exact(values.reshape(len(values), -1)), weights, "o_proj", outputs.dtype)
     errors += (projected.error_of("outputs", outputs),)
@@ -179,7 +182,7 @@ def check_absorbed(
     q_nope: np.ndarray,
     q_pe: np.ndarray,
     kv_cache: np.ndarray,
-    batch: Batch,
+    requests: Requests,
 ) -> tuple[np.ndarray, tuple[StageError, ...]]:
     """Return the heads' values (T, H, Dv) and the errors of absorption, attention and the way back."""
     c = config
@@ -188,7 +191,7 @@ def check_absorbed(
     w_uk, w_uv = ops.absorb_weights(weights["kv_b_proj.weight"], *heads)
     absorbed, absorbed_error = checked_bmm("absorbed queries", q_nope, w_uk, FLOAT32)
     q = (absorbed.astype(kv_cache.dtype), q_pe)
-    metadata = (kv_cache, batch.block_table, batch.seq_lens, batch.query_start_loc)
+    metadata = (kv_cache, *requests)
     settings = {"scale": c.softmax_scale, "kv_lora_rank": c.kv_lora_rank}
     attended, _ = ops.extend(q, *metadata, **settings, out=np.empty(absorbed.shape, FLOAT32))
     rounding = select_isa().p_rounding
@@ -201,10 +204,9 @@ def check_absorbed(
 def check_materialised(
     layer: MLALayer,
     weights: Mapping[str, np.ndarray],
-    q_nope: np.ndarray,
-    q_pe: np.ndarray,
+    q: np.ndarray,
     kv_cache: np.ndarray,
-    batch: Batch,
+    requests: Requests,
 ) -> tuple[np.ndarray, tuple[StageError, ...]]:
     """Return the heads' values (T, H, Dv) and the errors of keys, values and attention over them.
 
@@ -214,20 +216,19 @@ def check_materialised(
     c = layer.config
     w_uk, w_uv = ops.absorb_weights(weights["kv_b_proj.weight"], c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
     kv_c, k_pe, kv_start_loc = ops.gather_cache(
-        kv_cache, batch.block_table, batch.seq_lens, kv_lora_rank=c.kv_lora_rank, dtype=layer.dtype
+        kv_cache, requests.block_table, requests.seq_lens, kv_lora_rank=c.kv_lora_rank, dtype=layer.dtype
     )
     rows = np.broadcast_to(kv_c[:, None], (len(kv_c), c.num_heads, c.kv_lora_rank))
     k_nope, keys_error = checked_bmm("keys of heads", rows, w_uk.swapaxes(1, 2), layer.dtype)
     v, values_error = checked_bmm("values of heads", rows, w_uv, layer.dtype)
     k = np.concatenate([k_nope, np.broadcast_to(k_pe[:, None], (*k_nope.shape[:2], k_pe.shape[1]))], axis=-1)
-    q = np.concatenate([q_nope, q_pe], axis=-1)
     attended = np.empty((len(q), c.num_heads, c.v_head_dim), layer.dtype)
-    layer._attend_to_keys(q, kv_cache, batch, None, attended)
+    layer._attention.materialised(q, kv_cache, requests, None, attended)
     expected = prefill_bounds(
         q,
         k,
         v,
-        batch.query_start_loc,
+        requests.query_start_loc,
         kv_start_loc,
         scale=c.softmax_scale,
         p_rounding=select_isa(None, layer.dtype.name).p_rounding,

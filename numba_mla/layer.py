@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import ops
+from .attention import LatentAttention, split_by_path
 from .batch import Batch
 from .cache import PagedLatentCache
 from .checkpoint import Checkpoint, attention_shapes, bias_shapes, read_attention
 from .checks import BFLOAT16, FLOAT_DTYPES, check_array, check_count, check_flag, check_output, check_type, describe
 from .config import MLAConfig
-from .materialise import MaterialisedAttention
-from .paths import LEAST_MATERIALISED, plan_path
 from .quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size
 from .rope import inverse_frequencies, rotate, rotation, rotation_scaling
-from .runtime import select_isa
 
 PATHS = ("auto", "absorbed", "materialised")
 FLOAT32 = np.dtype(np.float32)
@@ -103,10 +99,7 @@ class MLALayer:
         kv_b_proj = weights["kv_b_proj.weight"]
         if check_flag("requantize_kv_b_proj", requantize_kv_b_proj):
             kv_b_proj = _with_one_scale(kv_b_proj)
-        w_uk, w_uv = ops.absorb_weights(kv_b_proj, config.num_heads, config.qk_nope_head_dim, config.v_head_dim)
-        self._w_uk, self._w_uv = ops.pack_weight(w_uk), ops.pack_weight(w_uv)
-        w_k = ops.pack_weight(_transposed(w_uk))
-        self._attend_to_keys = MaterialisedAttention(config, w_k, self._w_uv, self.dtype)
+        self._attention = LatentAttention(config, kv_b_proj, self.dtype)
         self._biases = {
             _module(name): np.asarray(values, np.float32) for name, values in weights.items() if name.endswith(".bias")
         }
@@ -208,20 +201,23 @@ class MLALayer:
         # NaN and inf reach just the outputs that depend on them, as in the operations: no warning.
         with np.errstate(over="ignore", invalid="ignore"):
             cos, sin = rotation(batch.positions, self._inv_freq, self._rotation_scaling)
-            q_nope, q_pe = self._project_queries(hidden_states, batch.positions, cos, sin)
+            q = self._project_queries(hidden_states, batch.positions, cos, sin)
             kv_c, k_pe = self._project_latents(hidden_states, cos, sin)
             kv_cache = cache.data[cache_layer]
             # What is quantised is quantised once, from float32.
             row_dtype = cache.dtype if cache.dtype in FLOAT_DTYPES else FLOAT32
             kv_c, k_pe = _cast(kv_c, row_dtype), _cast(k_pe, row_dtype)
             ops.write_cache(kv_c, k_pe, kv_cache, batch.slot_mapping, cache_scale=cache.cache_scale)
-            values = self._attend(q_nope, q_pe, kv_cache, batch, cache.cache_scale, path)
+            heads = self.config.num_heads, self.config.v_head_dim
+            values = np.empty((num_tokens, heads[0] * heads[1]), self.dtype)
+            parts = split_by_path(batch.requests, self.config, self.dtype, path)
+            self._attention(q, kv_cache, parts, cache.cache_scale, values.reshape(num_tokens, *heads))
             return self._project("o_proj", values, out)
 
     def _project_queries(
         self, hidden_states: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return q_nope (T, H, Dn) and the rotated q_pe (T, H, Dr), both float32."""
+    ) -> np.ndarray:
+        """Return q (T, H, Dn + Dr), its last part rotated, in float32."""
         c = self.config
         if c.q_lora_rank is None:
             q = self._project("q_proj", hidden_states)
@@ -233,8 +229,9 @@ class MLALayer:
             q *= np.float32(c.q_latent_scale)
         if c.query_scale_beta:
             q *= _query_scales(positions, c)[:, None, None]
-        q_nope, q_pe = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
-        return q_nope, rotate(q_pe, cos, sin, interleaved=c.rope_interleave)
+        q_pe = q[..., c.qk_nope_head_dim :]
+        q_pe[...] = rotate(q_pe, cos, sin, interleaved=c.rope_interleave)
+        return q
 
     def _project_latents(
         self, hidden_states: np.ndarray, cos: np.ndarray, sin: np.ndarray
@@ -244,96 +241,6 @@ class MLALayer:
         kv = self._project("kv_a_proj_with_mqa", hidden_states)
         kv_c = _rms_norm(kv[:, : c.kv_lora_rank], self._kv_norm, c.norm_eps)
         return kv_c, rotate(kv[:, c.kv_lora_rank :], cos, sin, interleaved=c.rope_interleave)
-
-    def _attend(
-        self,
-        q_nope: np.ndarray,
-        q_pe: np.ndarray,
-        kv_cache: np.ndarray,
-        batch: Batch,
-        cache_scale: float | None,
-        path: str,
-    ) -> np.ndarray:
-        """Return the heads' values side by side, (T, H * Dv)."""
-        c = self.config
-        values = np.empty((len(q_nope), c.num_heads, c.v_head_dim), self.dtype)
-        ways = {"absorbed": self._attend_absorbed, "materialised": self._attend_materialised}
-        for taken, part, tokens in self._split_by_path(batch, path):
-            # A view of all tokens, or a copy of some.
-            own = values[tokens]
-            ways[taken](q_nope[tokens], q_pe[tokens], kv_cache, part, cache_scale, own)
-            if part is not batch:
-                values[tokens] = own
-        return values.reshape(len(values), c.num_heads * c.v_head_dim)
-
-    def _split_by_path(self, batch: Batch, path: str) -> list[tuple[str, Batch, slice | np.ndarray]]:
-        """Return each path that is taken, the batch of its requests, and which tokens are theirs."""
-        materialised = self._choose_paths(batch, path)
-        of_token = np.repeat(materialised, np.diff(batch.query_start_loc))
-        if of_token.all() or not of_token.any():
-            return [("materialised" if of_token.any() else "absorbed", batch, slice(None))]
-        return [
-            ("absorbed", _part_of_batch(batch, ~materialised, ~of_token), ~of_token),
-            ("materialised", _part_of_batch(batch, materialised, of_token), of_token),
-        ]
-
-    def _choose_paths(self, batch: Batch, path: str) -> np.ndarray:
-        """Return which requests are materialised, (B,)."""
-        num_new = np.diff(batch.query_start_loc)
-        if path != "auto":
-            return np.full(num_new.shape, path == "materialised")
-        # The answer of plan_path for decodes, which are not to wait for it.
-        if num_new.max(initial=0) < LEAST_MATERIALISED:
-            return np.zeros(num_new.shape, bool)
-        isa = select_isa(None, self.dtype.name).name
-        prefixes = batch.seq_lens - num_new
-        paths = [plan_path(n, prefix, self.config, isa) for n, prefix in zip(num_new, prefixes, strict=True)]
-        return np.array([path == "materialised" for path in paths])
-
-    def _attend_absorbed(
-        self,
-        q_nope: np.ndarray,
-        q_pe: np.ndarray,
-        kv_cache: np.ndarray,
-        batch: Batch,
-        cache_scale: float | None,
-        values: np.ndarray,
-    ) -> None:
-        """Attend over the cached latents; fill values (T, H, Dv)."""
-        c = self.config
-        query_dtype = kv_cache.dtype if kv_cache.dtype in FLOAT_DTYPES else self.dtype
-        # Latents are rounded as they are written where what reads them is of the same type.
-        latent_dtype = self.dtype if query_dtype == self.dtype else FLOAT32
-        # Token-major arrays, written and read by the head-major products through transposed views.
-        q_latent = np.empty((len(q_nope), c.num_heads, c.kv_lora_rank), latent_dtype)
-        ops.bmm(_cast(q_nope, self.dtype).swapaxes(0, 1), self._w_uk, out=q_latent.swapaxes(0, 1))
-        attended, _ = ops.extend(
-            (_cast(q_latent, query_dtype), _cast(q_pe, query_dtype)),
-            kv_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            scale=c.softmax_scale,
-            kv_lora_rank=c.kv_lora_rank,
-            cache_scale=cache_scale,
-            out=np.empty(q_latent.shape, latent_dtype),
-        )
-        ops.bmm(_cast(attended, self.dtype).swapaxes(0, 1), self._w_uv, out=values.swapaxes(0, 1))
-
-    def _attend_materialised(
-        self,
-        q_nope: np.ndarray,
-        q_pe: np.ndarray,
-        kv_cache: np.ndarray,
-        batch: Batch,
-        cache_scale: float | None,
-        values: np.ndarray,
-    ) -> None:
-        """Attend over keys and values of each head; fill values (T, H, Dv)."""
-        nope = self.config.qk_nope_head_dim
-        q = np.empty((*q_nope.shape[:2], nope + q_pe.shape[2]), self.dtype)
-        q[..., :nope], q[..., nope:] = q_nope, q_pe
-        self._attend_to_keys(q, kv_cache, batch, cache_scale, values)
 
     def _project(self, module: str, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Return x (T, K) times a projection's weight plus its bias, (T, N) float32 or `out`."""
@@ -400,28 +307,6 @@ def _as_one_head(weight: np.ndarray | BlockScaled) -> np.ndarray | BlockScaled:
     if isinstance(weight, BlockScaled):
         return BlockScaled(weight.weight[None], weight.scale[None], weight.block_size)
     return weight[None]
-
-
-def _transposed(weight: np.ndarray | BlockScaled) -> np.ndarray | BlockScaled:
-    """Return a weight of `bmm` with the last two axes exchanged."""
-    if isinstance(weight, BlockScaled):
-        return BlockScaled(weight.weight.swapaxes(1, 2), weight.scale.swapaxes(1, 2), weight.block_size[::-1])
-    return weight.swapaxes(1, 2)
-
-
-def _part_of_batch(batch: Batch, requests: np.ndarray, tokens: np.ndarray) -> Batch:
-    """Return the batch of some of its requests, given as masks of them and of their tokens."""
-    num_new = np.diff(batch.query_start_loc)[requests]
-    return replace(
-        batch,
-        request_ids=tuple(compress(batch.request_ids, requests)),
-        positions=batch.positions[tokens],
-        query_start_loc=np.concatenate([[0], np.cumsum(num_new)]),
-        seq_lens=batch.seq_lens[requests],
-        block_table=batch.block_table[requests],
-        slot_mapping=batch.slot_mapping[tokens],
-        lives=tuple(compress(batch.lives, requests)),
-    )
 
 
 def _with_one_scale(weight: np.ndarray | BlockScaled) -> BlockScaled:

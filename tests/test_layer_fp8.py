@@ -123,7 +123,8 @@ def test_beside_a_float32_projection_fp8_weights_are_exact(case, kept, folders):
 
 def test_weights_stay_fp8(folders):
     layer = MLALayer.from_pretrained(folders("straddling")[0], layer=1)
-    packed = [*layer._packed.values(), layer._w_uk, layer._w_uv, layer._attend_to_keys._w_k]
+    attention = layer._attention
+    packed = [*layer._packed.values(), attention.w_uk, attention.w_uv, attention.materialised._w_k]
     assert len(packed) == 7
     assert all(weight.dtype == E4M3 for weight in packed)
 
