@@ -24,9 +24,9 @@ from numba_mla import MLAConfig, MLALayer, PagedLatentCache, plan_path
 from numba_mla.attention import split_by_path
 from numba_mla.checkpoint import attention_shapes
 from numba_mla.machine import Yardstick
+from numba_mla.parallel import num_threads
 from numba_mla.paths import Terms, absorbed_work, materialised_work
 from numba_mla.runtime import select_isa
-from numba_mla.threads import num_threads
 
 NUM_NEW = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 PREFIXES = [0, 64, 256, 1024, 2048, 4096, 8192, 12288, 16384]

@@ -25,7 +25,7 @@ from measure import QUIET_S, Peaks, print_row, report, row_of, summary, take_tur
 
 import numba_mla
 from numba_mla.machine import Yardstick
-from numba_mla.threads import num_threads
+from numba_mla.parallel import num_threads
 
 # What a difference of rows may be, of their length.
 OUTPUT_ROUNDED, SCORES_ROUNDED = 1 / 64, 1 / 16

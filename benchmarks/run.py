@@ -15,7 +15,7 @@ from cases import OPERATIONS, add_selection, select
 from measure import Peaks, print_row, report, run_case
 
 import numba_mla
-from numba_mla.threads import num_threads
+from numba_mla.parallel import num_threads
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from case import Case, is_right
 from measure import summary, take_turns, wrong
 
 import numba_mla
-from numba_mla.threads import num_threads
+from numba_mla.parallel import num_threads
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 HEADS = (128, 16)

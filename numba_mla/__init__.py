@@ -1,62 +1,21 @@
 """Multi-head Latent Attention for numpy: a paged latent KV cache, on any CPU, with pip and no compiler."""
 
-from . import reference
-from ._version import __version__
-from .cache import Batch, CacheFullError, PagedLatentCache
-from .chunks import plan_context_chunks
-from .config import MLAConfig
-from .errors import IsaUnavailableError
-from .info import show_config
-from .layer import MLALayer
-from .ops import (
-    BlockScaled,
-    PackedWeight,
-    absorb_weights,
-    block_quant_to_tensor_quant,
-    bmm,
-    decode,
-    expand_block_table,
-    extend,
-    gather_cache,
-    merge_states,
-    num_kv_splits,
-    pack_weight,
-    prefill,
-    write_cache,
-)
-from .paths import plan_path
-from .rope import apply_rope
-from .runtime import available_isas, use_isa
-from .threads import threads
+import sys
 
-__all__ = [
-    "Batch",
-    "BlockScaled",
-    "CacheFullError",
-    "IsaUnavailableError",
-    "MLAConfig",
-    "MLALayer",
-    "PackedWeight",
-    "PagedLatentCache",
-    "__version__",
-    "absorb_weights",
-    "apply_rope",
-    "available_isas",
-    "block_quant_to_tensor_quant",
-    "bmm",
-    "decode",
-    "expand_block_table",
-    "extend",
-    "gather_cache",
-    "merge_states",
-    "num_kv_splits",
-    "pack_weight",
-    "plan_context_chunks",
-    "plan_path",
-    "prefill",
-    "reference",
-    "show_config",
-    "threads",
-    "use_isa",
-    "write_cache",
-]
+from ._version import __version__ as __version__
+
+if "vllm" not in sys.modules:
+    from .public import *
+else:
+    # In each of its processes vLLM looks at what plug-in there is before it is set up itself, and would stumble
+    # over llvmlite then: there, names are loaded when they are asked for.
+    import importlib
+    import importlib.util
+    from typing import Any
+
+    def __getattr__(name: str) -> Any:
+        if name != "__all__" and name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        return getattr(importlib.import_module(f"{__name__}.public"), name)

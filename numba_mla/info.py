@@ -9,8 +9,8 @@ import numpy as np
 
 from ._version import __version__
 from .codegen.store import cache_folder
+from .parallel import num_threads, threading_layer
 from .runtime import NUMERICS_VERSION, available_isas, host, select_isa
-from .threads import num_threads, threading_layer
 
 
 def show_config() -> dict[str, object]:

@@ -13,8 +13,8 @@ import numpy as np
 from .codegen.module import peak_flops
 from .kernels.probe import run_peak, run_read
 from .memory import LINE
+from .parallel import launch, num_threads
 from .runtime import context_for, select_isa
-from .threads import launch, num_threads
 
 _SLICE_S = 5e-3
 _READ_BYTES = 1 << 28

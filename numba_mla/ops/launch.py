@@ -13,8 +13,8 @@ from ..kernels.context import VECTOR_WIDTH
 from ..kernels.problem import Problem
 from ..kernels.schedule import KV_SPLIT
 from ..kernels.validity import MAY_MEET
+from ..parallel import launch, num_threads
 from ..runtime import workspace
-from ..threads import launch, num_threads
 from .elements import CODES
 from .forms import extents
 

@@ -23,9 +23,9 @@ from ..isa import Isa
 from ..kernels.product import Product, product_parallel, product_serial
 from ..kernels.validity import MAY_MEET
 from ..memory import aligned_zeros
+from ..parallel import launch, num_threads
 from ..quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size, is_fp8
 from ..runtime import context_for, isa_choice, select_isa, workspace
-from ..threads import launch, num_threads
 from .elements import CODES, NAMES
 from .forms import Forms, extents, form_of
 
