@@ -6,6 +6,7 @@ from ._version import __version__ as __version__
 
 if "vllm" not in sys.modules:
     from .public import *
+    from .public import __all__ as __all__
 else:
     # In each of its processes vLLM looks at what plug-in there is before it is set up itself, and would stumble
     # over llvmlite then: there, names are loaded when they are asked for.

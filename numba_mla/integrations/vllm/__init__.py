@@ -35,7 +35,8 @@ def platform() -> str | None:
 def register() -> None:
     """Put this package's backend in the place of vLLM's own for MLA on CPUs.
 
-    So it is found too where the platform is not asked for: with VLLM_TARGET_DEVICE=cpu.
+    So it is found too where the platform is not asked for: with VLLM_TARGET_DEVICE=cpu. What another plug-in has put
+    there stays.
     """
     if not is_on():
         _say_why_not()
@@ -44,9 +45,11 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for backend in (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA):
-        register_backend(backend, BACKEND)
+        if not backend.is_overridden():
+            register_backend(backend, BACKEND)
     for prefill_backend in (MLAPrefillBackendEnum.CPU, MLAPrefillBackendEnum.ZEN_CPU):
-        register_mla_prefill_backend(prefill_backend, PREFILL_BACKEND)
+        if not prefill_backend.is_overridden():
+            register_mla_prefill_backend(prefill_backend, PREFILL_BACKEND)
     if multiprocessing.current_process().name.startswith(_WORKER):
         _share_cores_with_torch()
 

@@ -61,6 +61,14 @@ class _KeepsChoices:
         )
 
     @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Prepare a worker, before it has a model: vLLM's replacements, then this package's linear kernel."""
+        super().register_triton_kernel_overrides()  # type: ignore[misc]
+        from .linear import offer_linear_kernel
+
+        offer_linear_kernel()
+
+    @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
