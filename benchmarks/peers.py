@@ -4,7 +4,8 @@ Each peer takes the inputs of a case of ``run.py`` in the layout that suits it b
 measured in turn with this package. Its result must agree with this package's, which is checked against the
 reference: for every token and head the difference is at most a fraction of the row's length. Where probabilities
 and outputs are rounded to bfloat16 that is 1/64, where scores are too, before they are exponents, 1/16. The peers'
-log-sum-exp is not looked at. Peers that are not installed are named.
+log-sum-exp is not looked at. Peers that are not installed are named. How many times as fast this package is asked
+to be stands beside how many times it is.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
-from itertools import cycle, pairwise
 from time import sleep
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
-from case import Case, is_right
+import peer_torch
+import peer_vllm
+from case import FLOATS, Case, is_right
 from cases import add_selection, select
 from measure import QUIET_S, Peaks, print_row, report, row_of, summary, take_turns
 
@@ -38,6 +39,9 @@ class Peer(NamedTuple):
     module: str
     tolerance: float
     prepare: Callable[[dict], Callable]
+    # How many times as fast this package is to be, of a case's problem.
+    asked: Callable[[dict], float | None] = lambda problem: None
+    dtypes: tuple[str, ...] = FLOATS
 
     @property
     def is_installed(self) -> bool:
@@ -45,82 +49,36 @@ class Peer(NamedTuple):
         return importlib.util.find_spec(self.module) is not None
 
 
-def to_torch(x: np.ndarray):
-    """A tensor with an array's memory; torch takes no bfloat16 from numpy."""
-    import torch
-
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
+def always(times: float) -> Callable[[dict], float]:
+    """The same speed asked of every case."""
+    return lambda problem: times
 
 
-def _requests(problem: dict) -> list[tuple]:
-    """Tensors q, k, v of each prefill request, (1, H, S, D), with V padded to K's width as SDPA kernels need it."""
-    missing = problem["k"].shape[2] - problem["v"].shape[2]
-    padded = problem | {"v": np.pad(problem["v"], ((0, 0), (0, 0), (0, missing)))}
-    whole = [to_torch(padded[name]).transpose(0, 1)[None] for name in "qkv"]
-    starts = problem["query_start_loc"].tolist()
-    return [tuple(x[:, :, first:stop].contiguous() for x in whole) for first, stop in pairwise(starts)]
+def asked_of_extend(problem: dict) -> float:
+    """More where few new tokens follow a prefix: vLLM's kernel packs all keys anew for each head."""
+    return 2.0 if problem["seq_lens"].sum() > 2 * len(problem["q"]) else 1.1
 
 
-def _torch_sdpa(problem: dict) -> Callable:
-    import torch
-
-    requests, scale = _requests(problem), problem["scale"]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: [attend(q, k, v, is_causal=True, scale=scale) for q, k, v in requests]
-
-
-def _torch_prefill(problem: dict) -> Callable:
-    import torch
-
-    width, scale = problem["v"].shape[2], problem["scale"]
-    requests = [(q, k.transpose(2, 3), v[..., :width].contiguous()) for q, k, v in _requests(problem)]
-    longest = max(q.shape[2] for q, _, _ in requests)
-    unseen = torch.ones(longest, longest, dtype=torch.bool).triu(1)
-
-    def attend(q, k, v):
-        hidden = unseen[: q.shape[2], : q.shape[2]]
-        return torch.softmax((q @ k * scale).masked_fill_(hidden, -torch.inf), dim=-1) @ v
-
-    return lambda: [attend(*request) for request in requests]
-
-
-def _zentorch_sdpa(problem: dict) -> Callable:
-    import torch
-    import zentorch  # noqa: F401 # registers the operation
-
-    requests, scale = _requests(problem), problem["scale"]
-    attend = torch.ops.zentorch.zentorch_sdpa
-    return lambda: [attend(q, k, v, 0.0, True, scale=scale)[0] for q, k, v in requests]
-
-
-def _torch_decode(problem: dict) -> Callable:
-    import torch
-
-    kv_c, k_pe, starts = numba_mla.gather_cache(problem["kv_cache"], problem["block_table"], problem["seq_lens"])
-    rows = to_torch(np.concatenate([kv_c, k_pe], axis=1).reshape(len(starts) - 1, -1, problem["q"].shape[2]))
-    keys, values = rows.transpose(1, 2), rows[..., : kv_c.shape[1]]
-    q, scale = to_torch(problem["q"]), problem["scale"]
-    return lambda: torch.softmax(q @ keys * scale, dim=-1) @ values
-
-
-def _torch_bmm(problem: dict) -> Callable:
-    import torch
-
-    a, w = to_torch(problem["a"]), to_torch(problem["w"]).transpose(1, 2)
-    turn = cycle([w, *(w.clone() for _ in range(problem["num_copies"] - 1))])
-    return lambda: torch.bmm(a, next(turn))
-
-
+HALF = ("bfloat16",)
 PEERS = {
-    "decode": [Peer("torch matmul + softmax", "torch", SCORES_ROUNDED, _torch_decode)],
-    "prefill": [
-        Peer("zentorch SDPA", "zentorch", OUTPUT_ROUNDED, _zentorch_sdpa),
-        Peer("torch SDPA", "torch", OUTPUT_ROUNDED, _torch_sdpa),
-        Peer("torch matmul + softmax", "torch", SCORES_ROUNDED, _torch_prefill),
+    "decode": [
+        Peer("torch matmul + softmax", "torch", SCORES_ROUNDED, peer_torch.torch_decode),
+        Peer("vLLM mla_decode_kvcache", "vllm", OUTPUT_ROUNDED, peer_vllm.mla_decode, always(2.0)),
+        Peer("vLLM decode_attention_cpu", "vllm", OUTPUT_ROUNDED, peer_vllm.decode_attention, always(2.0), HALF),
     ],
-    "bmm": [Peer("torch bmm", "torch", OUTPUT_ROUNDED, _torch_bmm)],
+    "extend": [
+        Peer("vLLM extend_attention_cpu", "vllm", OUTPUT_ROUNDED, peer_vllm.extend_attention, asked_of_extend, HALF),
+    ],
+    "prefill": [
+        Peer("zentorch SDPA", "zentorch", OUTPUT_ROUNDED, peer_torch.zentorch_sdpa, always(1.3)),
+        Peer("torch SDPA", "torch", OUTPUT_ROUNDED, peer_torch.torch_sdpa),
+        Peer("torch matmul + softmax", "torch", SCORES_ROUNDED, peer_torch.torch_prefill),
+        Peer("vLLM CPU_SDPA", "vllm", OUTPUT_ROUNDED, peer_vllm.cpu_sdpa, always(5.0)),
+    ],
+    "bmm": [
+        Peer("torch bmm", "torch", OUTPUT_ROUNDED, peer_torch.torch_bmm),
+        Peer("vLLM bmm_cpu", "vllm", OUTPUT_ROUNDED, peer_vllm.bmm, dtypes=HALF),
+    ],
 }
 
 
@@ -142,6 +100,7 @@ def run_peers(case: Case, peers: list[Peer], yardstick: Yardstick, rounds: int) 
     verdict = case.check()
     if not is_right(verdict):
         return {"case": case.name, "wrong": True, **verdict}
+    peers = [peer for peer in peers if case.name.split()[-1] in peer.dtypes]
     calls = [peer.prepare(case.problem) for peer in peers]
     out = case.outputs[0]
     differences = [difference(out, rows_of(call(), out.shape[-1])) for call in calls]
@@ -149,7 +108,8 @@ def run_peers(case: Case, peers: list[Peer], yardstick: Yardstick, rounds: int) 
     ours, *others = take_turns([case.call, *calls], rounds, yardstick)
     found = [
         {"peer": peer.name, "difference": apart, "tolerance": peer.tolerance, **summary(times),
-         "gflops": case.flops / times.median * 1e-9, "speed": times.median / ours.median}
+         "gflops": case.flops / times.median * 1e-9, "speed": times.median / ours.median,
+         "asked": peer.asked(case.problem)}
         for peer, apart, times in zip(peers, differences, others, strict=True)
     ]  # fmt: skip
     return row_of(case, verdict, ours, yardstick) | {"peers": found}
@@ -167,9 +127,11 @@ def print_peer(peer: dict) -> None:
             f"  {peer['peer']:36} DISAGREES: rows differ by {peer['difference']:.3g}, allowed {peer['tolerance']:.3g}"
         )
         return
+    asked = peer["asked"]
+    verdict = "" if asked is None else f", {asked} asked{'' if peer['speed'] >= asked else ': MISSED'}"
     print(
         f"  {peer['peer']:36}            {peer['median_us']:9.1f} us  best {peer['best_us']:9.1f}  "
-        f"{peer['gflops']:6.1f} GF/s  numba_mla is {peer['speed']:.2f} x as fast  "
+        f"{peer['gflops']:6.1f} GF/s  numba_mla is {peer['speed']:.2f} x as fast{verdict}  "
         f"(rows differ by {peer['difference']:.1g})",
         flush=True,
     )

@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import contextlib
+import importlib.util
 import platform
 import sys
 
@@ -10,6 +11,9 @@ import pytest
 import numba_mla
 from numba_mla.testing import amx
 from numba_mla.testing.amx.fixture import amx_emulation  # noqa: F401
+
+# It imports vLLM, which has an environment of its own; see CONTRIBUTING.md.
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_vllm_ops.py"]
 
 AMX = "amx_bf16"
 RUNS_TILES = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")

@@ -380,6 +380,19 @@ def test_what_no_kernel_takes_is_refused_at_once(small_model, options, message):
     assert message in log
 
 
+def test_a_sparse_model_is_left_alone(small_model, tmp_path):
+    config = json.loads(Path(small_model, "config.json").read_text())
+    config |= {
+        "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64,
+        "index_n_heads": 4, "index_head_dim": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, log = configure(str(tmp_path), block_size=48)
+    assert found is not None, log[-2000:]
+    assert (found["block_size"], found["chunked"], found["prefix"]) == (16, False, False)
+    assert log.count("numba_mla: off for this model, whose attention is sparse") == 1
+
+
 def test_another_vllm_is_left_alone(small_model):
     script = "import vllm.version\nvllm.version.__version_tuple__ = (0, 33, 0)\n" + CONFIGURE
     finished = subprocess.run(
