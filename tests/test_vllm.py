@@ -34,7 +34,6 @@ YARN = {
 BFLOAT16_GAP = 0.05
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 ALL_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-STOCK = {"NUMBA_MLA_VLLM": "0"}
 # The line by which users see that the plug-in is on.
 ANNOUNCED = re.compile(r"numba_mla: backend NUMBA_MLA, ISA (\w+), (\d+) threads \((\w+)\), model (\w+), cache (\w+)")
 
@@ -94,6 +93,13 @@ def run_engine(model, rounds, *, environment=(), timeout=400, **options):
     return json.loads(results[0].removeprefix("RESULT")) | {"log": log}
 
 
+def run_cpu_mla(model, rounds, *, environment=(), **options):
+    """The same with vLLM as it is, and its own reference backend, on machines with AMX too."""
+    return run_engine(
+        model, rounds, environment=dict(environment) | {"NUMBA_MLA_VLLM": "0"}, attention_backend="CPU_MLA", **options
+    )
+
+
 def prompts_of(lengths, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.integers(1, VOCABULARY, n).tolist() for n in lengths]
@@ -112,7 +118,7 @@ def tokens_of(result):
 
 @pytest.fixture(scope="session")
 def stock_v3(models):
-    return run_engine(models("DeepseekV3"), ROUNDS, environment=STOCK)
+    return run_cpu_mla(models("DeepseekV3"), ROUNDS)
 
 
 def check_announced(result, isa_of=None, cache="auto", threads=None):
@@ -125,7 +131,7 @@ def check_announced(result, isa_of=None, cache="auto", threads=None):
 
 def test_deepseek_v2_generates_as_with_cpu_mla(models):
     model = models("DeepseekV2")
-    stock = run_engine(model, ROUNDS, environment=STOCK)
+    stock = run_cpu_mla(model, ROUNDS)
     ours = run_engine(model, ROUNDS)
     assert tokens_of(ours) == tokens_of(stock)
     check_announced(ours, threads=len(os.sched_getaffinity(0)))
@@ -158,9 +164,8 @@ def test_speculation_and_pages_of_128_tokens(models, stock_v3):
 def test_tensor_parallel(models, stock_v3):
     options = {"tensor_parallel_size": 2, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
     ours = run_engine(models("DeepseekV3"), ROUNDS, **options)
-    options["environment"] = options["environment"] | STOCK
-    stock = run_engine(models("DeepseekV3"), ROUNDS, **options)
-    assert tokens_of(ours) == tokens_of(stock)
+    stock = run_cpu_mla(models("DeepseekV3"), ROUNDS, **options)
+    assert tokens_of(ours) == tokens_of(stock) == tokens_of(stock_v3)
 
 
 def assert_near_in_bfloat16(ours, theirs):
@@ -180,7 +185,7 @@ def assert_near_in_bfloat16(ours, theirs):
 def test_bfloat16_log_probabilities(models):
     options = {"dtype": "bfloat16", "max_num_batched_tokens": 512}
     ours = run_engine(models("DeepseekV3"), ROUNDS[:1], **options)
-    assert_near_in_bfloat16(ours, run_engine(models("DeepseekV3"), ROUNDS[:1], environment=STOCK, **options))
+    assert_near_in_bfloat16(ours, run_cpu_mla(models("DeepseekV3"), ROUNDS[:1], **options))
 
 
 # An impl whose float32 cache holds what a quantised one would give back; which one, a file says.
@@ -304,7 +309,7 @@ def test_an_fp8_checkpoint_keeps_its_block_scales(models, tmp_path_factory):
     """Without AMX vLLM has no kernel for its linear layers; with it, scales of kv_b_proj would become one."""
     fp8, twin = quantise_model(models("DeepseekV3"), tmp_path_factory.mktemp("fp8"), tmp_path_factory.mktemp("twin"))
     ours = run_engine(fp8, ROUNDS[:1], dtype="bfloat16")
-    assert_near_in_bfloat16(ours, run_engine(twin, ROUNDS[:1], dtype="bfloat16", environment=STOCK))
+    assert_near_in_bfloat16(ours, run_cpu_mla(twin, ROUNDS[:1], dtype="bfloat16"))
 
 
 # What is refused, and where the plug-in stays out
@@ -516,8 +521,8 @@ def test_tokens_a_second_are_not_fewer_than_with_cpu_mla(models, capsys):
         "kv_cache_memory_bytes": 1 << 28,
     }  # fmt: skip
     speeds = {}
-    for name, environment in (("CPU_MLA", STOCK), ("numba_mla", {})):
-        result = run_engine(model, rounds, environment=environment, **options)
+    for name, run in (("CPU_MLA", run_cpu_mla), ("numba_mla", run_engine)):
+        result = run(model, rounds, **options)
         _, once, longer, again, longer_again = result["seconds"]
         speeds[name] = {
             "decode": 8 * more / (min(longer, longer_again) - min(once, again)),
