@@ -121,7 +121,7 @@ def stock_v3(models):
     return run_cpu_mla(models("DeepseekV3"), ROUNDS)
 
 
-def check_announced(result, isa_of=None, cache="auto", threads=None):
+def check_announced(result, cache="auto", threads=None):
     (found,) = {found.groups() for found in ANNOUNCED.finditer(result["log"])}
     assert found[2] == "omp"
     assert found[4] == cache
