@@ -7,6 +7,7 @@ from .chunks import plan_context_chunks
 from .config import MLAConfig
 from .errors import IsaUnavailableError
 from .info import show_config
+from .isa import Tiling
 from .layer import MLALayer
 from .ops import (
     BlockScaled,
@@ -27,7 +28,7 @@ from .ops import (
 from .parallel import threads
 from .paths import plan_path
 from .rope import apply_rope
-from .runtime import available_isas, use_isa
+from .runtime import available_isas, default_tiling, use_isa
 
 __all__ = [
     "Batch",
@@ -38,6 +39,7 @@ __all__ = [
     "MLALayer",
     "PackedWeight",
     "PagedLatentCache",
+    "Tiling",
     "__version__",
     "absorb_weights",
     "apply_rope",
@@ -45,6 +47,7 @@ __all__ = [
     "block_quant_to_tensor_quant",
     "bmm",
     "decode",
+    "default_tiling",
     "expand_block_table",
     "extend",
     "gather_cache",

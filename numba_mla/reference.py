@@ -9,7 +9,7 @@ W_UK, q = [W_UK^T q_nope | q_pe], attends to the rows themselves; W_UV is applie
 with p over the keys that the query sees. Every function has the arguments of the operation of the same name
 and takes them as valid: the operations check. Results are float64, unrounded, but stored bits (caches,
 quantised weights) are exact. In every function `out` and `lse`, where given, are filled and returned in place
-of new arrays, and `isa` and `validate` are ignored.
+of new arrays, and `isa`, `tiling` and `validate` are ignored.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 """
@@ -138,7 +138,7 @@ def _float64(x):
 
 def decode(
     q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache_scale=None, out=None, lse=None,
-    isa=None, validate=True,
+    isa=None, tiling=None, validate=True,
 ):  # fmt: skip
     """Attend from one absorbed query per request to the first seq_lens rows of its pages.
 
@@ -153,7 +153,7 @@ def decode(
     scale : float, multiplies the scores
     kv_lora_rank : int, Dc: the values are a row's first Dc columns
     cache_scale : float or None, value = stored * cache_scale for fp8 caches
-    out, lse, isa, validate : as everywhere here
+    out, lse, isa, tiling, validate : as everywhere here
 
     >>> cache = np.array([[1.0, 3.0], [5.0, np.nan]]).reshape(2, 2, 1)
     >>> out, lse = decode(np.zeros((1, 1, 1)), cache, [[0, 1]], [3], scale=1.0, kv_lora_rank=1)
@@ -168,7 +168,7 @@ def decode(
 
 def extend(
     q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lora_rank=512, cache_scale=None,
-    causal=True, out=None, lse=None, isa=None, validate=True,
+    causal=True, out=None, lse=None, isa=None, tiling=None, validate=True,
 ):  # fmt: skip
     """Attend from each request's new absorbed queries to its cache rows, the new tokens' own included.
 
@@ -181,7 +181,7 @@ def extend(
     kv_cache, block_table, seq_lens, scale, kv_lora_rank, cache_scale : as in `decode`
     query_start_loc : int (B+1,), first query of each request, from 0 to T
     causal : bool
-    out, lse, isa, validate : as everywhere here
+    out, lse, isa, tiling, validate : as everywhere here
 
     >>> cache = np.array([1.0, 3.0, 8.0]).reshape(1, 3, 1)
     >>> extend(np.zeros((2, 1, 1)), cache, None, [3], [0, 2], scale=1.0, kv_lora_rank=1)[0].ravel().tolist()
@@ -194,7 +194,7 @@ def extend(
 
 def prefill(
     q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, out=None, lse=None, isa=None,
-    validate=True,
+    tiling=None, validate=True,
 ):  # fmt: skip
     """Attend, request by request, from dense queries to dense keys and values per head.
 
@@ -209,7 +209,7 @@ def prefill(
     kv_start_loc : int (B+1,), first key of each request, from 0 to Tk; None: query_start_loc
     scale : float, multiplies the scores
     causal : bool
-    out, lse, isa, validate : as everywhere here
+    out, lse, isa, tiling, validate : as everywhere here
 
     >>> q, v = np.zeros((3, 1, 1)), np.array([2.0, 4.0]).reshape(2, 1, 1)
     >>> prefill(q, np.zeros((2, 1, 1)), v, [0, 3], [0, 2], scale=1.0)[0].ravel().tolist()

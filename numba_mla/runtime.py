@@ -15,15 +15,18 @@ import numpy as np
 from numba.core import config
 
 from . import isa as isas
-from .checks import address, describe
+from .checks import FLOAT_DTYPES, address, describe
 from .errors import IsaUnavailableError
-from .isa import Isa
+from .isa import Isa, Tiling
 from .isa.host import Host, detect
 from .kernels.context import build_context
 from .memory import LINE
 
 # Raised whenever a release changes any bit of any result on any instruction set.
 NUMERICS_VERSION = 1
+
+_TILED = ("decode", "extend", "prefill")
+DEFAULT_TILING = Tiling()
 
 _forced: ContextVar[str | None] = ContextVar("numba_mla_isa", default=None)
 
@@ -127,9 +130,53 @@ def select_isa(argument: str | None = None, dtype: str | None = None) -> Isa:
         raise IsaUnavailableError(f"NUMBA_MLA_ISA, {error}") from None
 
 
-def context_for(argument: str | None = None, dtype: str | None = None) -> np.ndarray:
-    """The table of functions for a call."""
-    return build_context(select_isa(argument, dtype), host().triple)
+def context_for(argument: str | None = None, dtype: str | None = None, tiling: Tiling | None = None,
+                one_head: bool = False) -> np.ndarray:  # fmt: skip
+    """The table of functions for a call; ``one_head``: of attention over rows that are one head's of many."""
+    if tiling is None:
+        tiling = DEFAULT_TILING
+    elif not isinstance(tiling, Tiling):
+        raise TypeError(f"tiling: expected a Tiling or None, got {describe(tiling)}")
+    return build_context(_fit(select_isa(argument, dtype), tiling, one_head), host().triple)
+
+
+def default_tiling(op: str, isa: str | None = None, dtype: str = "bfloat16") -> Tiling:
+    """The tiling that an operation has on an instruction set, the same for every shape.
+
+    Parameters
+    ----------
+    op : {"decode", "extend", "prefill"}
+        The operation.
+    isa : str, optional
+        One of ``available_isas()``; None: the one in force.
+    dtype : {"float32", "float16", "bfloat16"}
+        Element type of the queries: it decides which instruction set computes.
+
+    Returns
+    -------
+    Tiling
+        Every field of it has a value.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An unknown operation; an instruction set that this machine cannot run.
+
+    Examples
+    --------
+    >>> import numba_mla
+    >>> numba_mla.default_tiling("decode", "generic").key_tile
+    256
+    """
+    for name, value, choices in (("op", op, _TILED), ("dtype", dtype, [str(known) for known in FLOAT_DTYPES])):
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    return _fit(select_isa(isa, dtype), DEFAULT_TILING, op == "prefill").tiling
+
+
+@cache
+def _fit(isa: Isa, tiling: Tiling, one_head: bool) -> Isa:
+    return isas.fit(isa, tiling, one_head)
 
 
 class Memory(NamedTuple):

@@ -42,6 +42,7 @@ def decode(dtype=np.float32):
         "cache_scale": None,
         **outputs(3, RANK),
         "isa": None,
+        "tiling": None,
         "validate": True,
     }
 
@@ -84,8 +85,13 @@ def prefill():
         "causal": True,
         **outputs(5, 3),
         "isa": None,
+        "tiling": None,
         "validate": True,
     }
+
+
+def default_tiling():
+    return numba_mla.default_tiling, {"op": "decode", "isa": None, "dtype": "bfloat16"}
 
 
 def merge_states():
@@ -284,6 +290,13 @@ ISA = [
     ("bytes", b"generic", TypeError, "got bytes"),
     ("list", ["generic"], TypeError, "got list"),
     *((repr(x), x, numba_mla.IsaUnavailableError, f"got {x!r}") for x in ("", "sse9", "GENERIC", "generic ")),
+]
+TILING = [
+    ("123", 123, TypeError, "got int 123"),
+    ("text", "auto", TypeError, "got str 'auto'"),
+    ("dict", {"lane_group": 64}, TypeError, "got dict"),
+    ("class", numba_mla.Tiling, TypeError, "got type"),
+    ("does not divide", numba_mla.Tiling(lane_group=65), ValueError, "got Tiling.lane_group=65.: .* is not divided"),
 ]
 
 

@@ -60,8 +60,7 @@ def record(vector_isa):
 
 
 def sizes(record):
-    dots, values = module.block_shapes(record)
-    return record.vector_width, dots, values
+    return record.vector_width, module.weight_shapes(record), module.value_shapes(record)
 
 
 @pytest.mark.parametrize("k", [1, 3, 15, 16, 17, 33, 288])
@@ -88,7 +87,7 @@ def test_dot_block(record, rng, k, accumulate):
 @pytest.mark.parametrize("accumulate", [0, 1])
 def test_value_block(record, rng, accumulate):
     width, _, values = sizes(record)
-    keys = 3 * blocks.VALUE_UNROLL
+    keys = 3 * record.tiling.value_unroll
     for lanes, vectors in values:
         columns = vectors * width
         v = rng.standard_normal((keys, columns + 9), dtype=np.float32).astype(DTYPES[record.native])
@@ -432,7 +431,7 @@ RECORDS = [
 def test_no_vector_spills_in_the_inner_loops(machine, name):
     record = select(machine, forced=name)
     code = link.assembly(record, machine.triple)
-    dots, values = module.block_shapes(record)
+    dots, values = module.weight_shapes(record), module.value_shapes(record)
     names = [blocks.dot_name(*shape) for shape in dots] + [blocks.value_name(*shape) for shape in values]
     for symbol in ["score", *names]:
         loop = inner_loop(code, symbol)
@@ -452,10 +451,10 @@ def test_avx2_has_no_wider_registers():
 
 def test_text_is_stable():
     """The same record gives the same text, so that a compiled copy is found again."""
-    module.build_module.cache_clear()
-    first = module.build_module(select(AVX2), AVX2.triple)
-    module.build_module.cache_clear()
-    assert module.build_module(select(AVX2), AVX2.triple) == first
+    module.build_modules.cache_clear()
+    first = module.build_modules(select(AVX2), AVX2.triple)
+    module.build_modules.cache_clear()
+    assert module.build_modules(select(AVX2), AVX2.triple) == first
 
 
 @pytest.mark.parametrize("machine", [AVX2, NO_DOTS, SAPPHIRE], ids=lambda host: host.cpu)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import numba_mla
-from numba_mla.kernels.schedule import END, NUM_LANES, NUM_SPLITS, plan_attention
+from numba_mla.kernels.schedule import AUTO, END, NUM_LANES, NUM_SPLITS, Cut, plan_attention
 from numba_mla.runtime import select_isa, workspace
 from numba_mla.testing.inputs import prefill_problem
 from numba_mla.testing.tolerance import prefill_bounds
@@ -61,7 +61,7 @@ def test_queries_far_before_the_first_key_are_empty(isa, rng):
 def test_a_plan_has_no_groups_that_end_before_the_first_key():
     """Queries that lie more than a split before the first key: no item has a negative number of splits."""
     starts = np.array([0, 3000])
-    items, groups, _, _ = plan_attention(np.array([2]), starts, 1, 1, 32, 32, 16, 1, num_workers=2)
+    items, groups, _, _ = plan_attention(np.array([2]), starts, 1, 1, 1, Cut(32, 32, 16, 1024, AUTO), 2)
     assert groups[:, NUM_LANES].sum() == 3000
     assert groups[:, END].max() == 2
     assert groups[:, END].min() == 0

@@ -10,21 +10,25 @@ from hypothesis import strategies as st
 from numba_mla.kernels import schedule
 from numba_mla.testing.inputs import start_locations
 
-LANE_GROUP, LEAST_LANES = 64, 16
+KV_SPLIT = 1024
 
 
-def plan(seq_lens, new_tokens, num_heads, workers, group_heads=None, causal=1):
+def cut(lane_group=64, least_lanes=16, item_order=schedule.AUTO):
+    return schedule.Cut(lane_group, max(schedule.FEW_LANES, least_lanes), least_lanes, KV_SPLIT, item_order)
+
+
+def plan(seq_lens, new_tokens, num_heads, workers, group_heads=None, causal=1, **how):
     return schedule.plan_attention(
         np.array(seq_lens, np.int64), start_locations(new_tokens).astype(np.int64), num_heads,
-        group_heads or num_heads, LANE_GROUP, schedule.FEW_LANES, LEAST_LANES, causal, workers,
+        group_heads or num_heads, causal, cut(**how), workers,
     )  # fmt: skip
 
 
 def costs(items, groups):
     """Lanes times keys of each item."""
     group = groups[items[:, schedule.GROUP]]
-    first = items[:, schedule.FIRST_SPLIT] * schedule.KV_SPLIT
-    end = np.minimum(group[:, schedule.END], first + items[:, schedule.NUM_SPLITS] * schedule.KV_SPLIT)
+    first = items[:, schedule.FIRST_SPLIT] * KV_SPLIT
+    end = np.minimum(group[:, schedule.END], first + items[:, schedule.NUM_SPLITS] * KV_SPLIT)
     return group[:, schedule.NUM_LANES] * (end - first)
 
 
@@ -44,7 +48,7 @@ def test_every_key_of_every_lane_is_in_one_item(data):
     heads, workers = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([1, 2, 64]))
     group_heads = data.draw(st.sampled_from([1, heads]))
     items, groups, num_slots, longest = plan(seq_lens, new_tokens, heads, workers, group_heads)
-    seen = [np.zeros((n * group_heads, heads // group_heads, -(-s // schedule.KV_SPLIT) + 1), int)
+    seen = [np.zeros((n * group_heads, heads // group_heads, -(-s // KV_SPLIT) + 1), int)
             for n, s in zip(new_tokens, seq_lens, strict=True)]  # fmt: skip
     for item in items:
         group = groups[item[schedule.GROUP]]
@@ -54,7 +58,7 @@ def test_every_key_of_every_lane_is_in_one_item(data):
         assert item[schedule.NUM_SPLITS] <= longest
     for request, (n, s) in enumerate(zip(new_tokens, seq_lens, strict=True)):
         for token in range(n):
-            needed = -(-(s - n + token + 1) // schedule.KV_SPLIT)
+            needed = -(-(s - n + token + 1) // KV_SPLIT)
             rows = seen[request][token * group_heads : (token + 1) * group_heads, :, :needed]
             assert (rows == 1).all()
         assert seen[request].max(initial=0) <= 1
@@ -96,8 +100,24 @@ def test_longer_requests_do_not_take_more_slots():
 def test_one_worker_takes_each_group_whole(lane_group):
     """Whatever the numbers: a run that is doubled until it is long enough must not overflow on the way."""
     items, groups, num_slots, longest = schedule.plan_attention(
-        np.array([4096]), np.array([0, 1024]), 16, 1, lane_group, schedule.FEW_LANES, LEAST_LANES, 1, 1
+        np.array([4096]), np.array([0, 1024]), 16, 1, 1, cut(lane_group), 1
     )
     assert len(items) == len(groups) == 16 * -(-1024 // lane_group)
     assert num_slots == 0
     assert longest == 4
+
+
+def test_lanes_are_kept_where_the_tiling_says_so():
+    """However many workers wait."""
+    _, groups, _, _ = plan([64], [1], 128, 64, lane_group=64, least_lanes=64)
+    assert groups[:, schedule.NUM_LANES].tolist() == [64, 64]
+    _, groups, _, _ = plan([64], [1], 128, 64, lane_group=64)
+    assert groups[:, schedule.NUM_LANES].tolist() == [16] * 8
+
+
+def test_item_order():
+    lengths = [300, 4000, 20, 1000]
+    items, groups, _, _ = plan(lengths, [1] * 4, 16, 1, item_order=schedule.HEAVIEST)
+    assert groups[items[:, schedule.GROUP], schedule.REQUEST].tolist() == [1, 3, 0, 2]
+    items, groups, _, _ = plan(lengths, [1] * 4, 16, 1, item_order=schedule.ROWS)
+    assert groups[items[:, schedule.GROUP], schedule.REQUEST].tolist() == [3, 2, 1, 0]

@@ -45,7 +45,7 @@ def product(record, a, b, total):
 @pytest.mark.parametrize("accumulate", [0, 1])
 @pytest.mark.parametrize("steps", [16, 32, 288])
 def test_dot_block(record, rng, steps, accumulate):
-    dots, _ = module.block_shapes(record)
+    dots = module.weight_shapes(record) + module.score_shapes(record)
     for rows, vectors in dots:
         columns = vectors * record.vector_width
         a, b = draw_steps(rng, record, rows, steps + 3), draw_steps(rng, record, steps, columns + 5)
@@ -82,9 +82,8 @@ def test_scaled_dot_block(record, rng, accumulate):
 
 @pytest.mark.parametrize("accumulate", [0, 1])
 def test_value_block_on_transposed_probabilities_and_a_panel_of_pairs(record, rng, accumulate):
-    _, values = module.block_shapes(record)
     keys = 96
-    for lanes, vectors in values:
+    for lanes, vectors in module.value_shapes(record):
         columns = vectors * record.vector_width
         v = rng.standard_normal((keys, columns), dtype=np.float32).astype(ml_dtypes.bfloat16)
         p = draw_steps(rng, record, keys // 2, lanes + 3)
@@ -138,7 +137,8 @@ def test_assembly_has_dots_and_no_tile_traffic_but_operands():
     machine = type(SAPPHIRE)(SAPPHIRE.triple, SAPPHIRE.cpu, SAPPHIRE.feature_string, tiles=True)
     record = select(machine, forced="amx_bf16")
     code = link.assembly(record, machine.triple)
-    dots, values = module.block_shapes(record)
+    dots = module.weight_shapes(record) + module.score_shapes(record)
+    values = module.value_shapes(record)
     shapes = [(blocks.dot_name(*s), s) for s in dots] + [(blocks.value_name(*s), s) for s in values]
     for symbol, (rows, vectors) in shapes:
         loop = inner_loop(code, symbol)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from ..isa import Isa
 from ..memory import LINE
+from .interleave import join_pair
 from .text import Function
 from .vector import constant, multiply_add
 
 # Bytes of one step of a dot product, whatever the element: one float32 or a pair of 16-bit elements.
 STEP_BYTES = 4
-# Steps written out between two turns of a loop: one cache line of a row, which is prefetched once.
-DOT_UNROLL = 16
-VALUE_UNROLL = 4
+# Steps of a product with weights written out between two turns of its loop: one cache line of a row.
+WEIGHT_UNROLL = 16
 # How far weights are prefetched where a single block of rows reads them, once.
 STREAM_AHEAD_BYTES = 8192
 # Sums that the peak loop keeps under way, and how far the bandwidth loop prefetches.
@@ -94,13 +94,13 @@ def build_dot_scaled(isa: Isa, rows: int, vectors: int) -> Function:
 
 
 def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[str, str], k: str, sums: list[str],
-             soon: tuple[str, str] | None = None) -> list[str]:  # fmt: skip
+             soon: tuple[str, str] | None = None, unroll: int = WEIGHT_UNROLL) -> list[str]:  # fmt: skip
     """The sums of a dot block over ``k`` steps, from those given on.
 
     ``row`` are the addresses of the rows, ``ahead`` the place of those to prefetch, if any; ``b`` is B's address
     and the bytes of its steps; ``soon``, if B streams from memory, what to prefetch for it, and how many bytes of that
-    in a step. (A turn prefetches as much as it reads; where less is asked for, most of it is on its way already.
-    Steps of float32 prefetch B itself.)
+    in a step; ``unroll``, a power of two, the steps of a turn. (A turn prefetches as much as it reads; where less is
+    asked for, most of it is on its way already. Steps of float32 prefetch B itself.)
     """
     kind = f"<{isa.vector_width} x float>"
     rows, vectors = len(row), len(sums) // len(row)
@@ -114,7 +114,9 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
         packed = f.offset(packed_b, f.value(f"mul i64 {index}, {ldb}"))
         here = [f.offset(pointer, at) for pointer in row]
         for pointer in ahead:
-            f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(pointer, at)}, i32 0, i32 2, i32 1)")
+            for line in range(0, unrolled * STEP_BYTES, LINE):
+                place = f.offset(pointer, at if line == 0 else f.value(f"add i64 {at}, {line}"))
+                f.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 2, i32 1)")
         streams = soon is not None and unrolled > 1
         if soon is not None and isa.k_pack > 1:
             stream = f.offset(soon[0], f.value(f"mul i64 {index}, {soon[1]}"))
@@ -135,10 +137,10 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
                 packed = f.offset(packed, ldb)
         return sums
 
-    whole = f.value(f"and i64 {k}, {-DOT_UNROLL}")
-    with f.loop(0, whole, DOT_UNROLL, [(kind, s) for s in sums]) as loop:
+    whole = f.value(f"and i64 {k}, {-unroll}")
+    with f.loop(0, whole, unroll, [(kind, s) for s in sums]) as loop:
         rows_ahead = [] if ahead is None else [f.load("ptr", f.offset(ahead, 8 * r), align=8) for r in range(rows)]
-        loop.following = step(loop.index, DOT_UNROLL, list(loop.carried), rows_ahead)
+        loop.following = step(loop.index, unroll, list(loop.carried), rows_ahead)
     with f.loop(whole, k, 1, [(kind, s) for s in loop.carried]) as rest:
         rest.following = step(rest.index, 1, list(rest.carried), [])
     return rest.carried
@@ -147,10 +149,11 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
 def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
     """``O[lane, column] = O[lane, column] alpha[lane] + sum_k P[k, lane] V[k, column]``.
 
-    Arguments of the function: ``v``, the addresses of the value rows (``ldv`` is not looked at), and ``at``,
-    the bytes from a row's start to the block's first column; ``k`` keys, a multiple of the unrolling; ``p``
+    Arguments of the function: ``v``, the addresses of the value rows (``ldv`` is not looked at), or where pairs of
+    them have been brought together, the panel of these, with ``ldv`` bytes each; ``at``, the bytes from a row's
+    start to the block's first column; ``k`` keys, a multiple of the unrolling; ``p``
     with ``ldp`` bytes a step of ``k_pack`` keys; ``o`` with ``ldo`` bytes a lane; ``alpha``, the lanes'
-    rescaling; ``accumulate``, 0 to start from zero. Columns of O are in the order of ``_load_values``.
+    rescaling; ``accumulate``, 0 to start from zero. Columns of O are in the order of ``join_pair``.
     """
     f = Function(
         value_name(lanes, vectors),
@@ -164,30 +167,37 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
         alpha = f.splat(isa.vector_width, "float", f.load("float", f.offset("%alpha", 4 * i)))
         for j in range(vectors):
             sums[i * vectors + j] = f.value(f"fmul {kind} {sums[i * vectors + j]}, {alpha}")
-    with f.loop(0, "%k", VALUE_UNROLL, [(kind, s) for s in sums]) as loop:
+    unroll = isa.tiling.value_unroll
+    with f.loop(0, "%k", unroll, [(kind, s) for s in sums]) as loop:
         sums = list(loop.carried)
-        rows = f.offset("%v", f.value(f"shl i64 {loop.index}, 3"))
         step = f.value(f"udiv i64 {loop.index}, {isa.k_pack}")
+        rows = f.offset("%v", f.value(f"mul i64 {step}, %ldv" if isa.separate_values else f"shl i64 {loop.index}, 3"))
         weights = f.offset("%p", f.value(f"mul i64 {step}, %ldp"))
-        for u in range(0, VALUE_UNROLL, isa.k_pack):
-            row = [f.offset(f.load("ptr", f.offset(rows, 8 * (u + key)), align=8), "%at") for key in range(isa.k_pack)]
-            value = _load_values(f, isa, row, vectors)
+        for u in range(0, unroll, isa.k_pack):
+            if isa.separate_values:
+                value = _load_pairs(f, isa, rows, vectors)
+                rows = f.offset(rows, "%ldv")
+            else:
+                pointers = [f.load("ptr", f.offset(rows, 8 * (u + key)), align=8) for key in range(isa.k_pack)]
+                value = _load_values(f, isa, [f.offset(pointer, "%at") for pointer in pointers], vectors)
             for i in range(lanes):
                 block_row = slice(i * vectors, (i + 1) * vectors)
                 sums[block_row] = _multiply_add(f, isa, f.offset(weights, STEP_BYTES * i), value, sums[block_row])
-            if u + isa.k_pack < VALUE_UNROLL:
+            if u + isa.k_pack < unroll:
                 weights = f.offset(weights, "%ldp")
         loop.following = sums
     store_block(f, isa, target, loop.carried, vectors)
     return f
 
 
-def _load_values(f: Function, isa: Isa, row: list[str], vectors: int) -> list[str]:
-    """Vectors of values of the keys of one step, each lane holding one column of all its keys.
+def _load_pairs(f: Function, isa: Isa, row: str, vectors: int) -> list[str]:
+    """Vectors of a row of pairs."""
+    here = f.offset(row, f.value(f"mul i64 %at, {isa.k_pack}"))
+    return [f.load(f"<{isa.vector_width} x float>", f.offset(here, j * isa.vector_bytes)) for j in range(vectors)]
 
-    For two keys these are the low and the high halves of each 128 bits, interleaved (one unpack each): the
-    columns come in another order than in memory, which ``rows.load_ordered`` puts right at the end.
-    """
+
+def _load_values(f: Function, isa: Isa, row: list[str], vectors: int) -> list[str]:
+    """Vectors of values of the keys of one step, each lane holding one column of all its keys."""
     width = isa.vector_width
     if isa.k_pack == 1:
         return [f.load(f"<{width} x float>", f.offset(row[0], j * isa.vector_bytes)) for j in range(vectors)]
@@ -195,11 +205,7 @@ def _load_values(f: Function, isa: Isa, row: list[str], vectors: int) -> list[st
     values = []
     for j in range(vectors // 2):
         first, second = (f.load(halves, f.offset(pointer, j * isa.vector_bytes)) for pointer in row)
-        for start in (0, 4):
-            columns = [8 * lane + start + i for lane in range(width // 4) for i in range(4)]
-            indices = ", ".join(f"i32 {c}, i32 {c + 2 * width}" for c in columns)
-            pairs = f.value(f"shufflevector {halves} {first}, {halves} {second}, <{2 * width} x i32> <{indices}>")
-            values.append(f.value(f"bitcast {halves} {pairs} to <{width} x float>"))
+        values += join_pair(f, isa, first, second)
     return values
 
 

@@ -15,12 +15,14 @@ import llvmlite.binding as llvm
 
 from ..isa import Isa
 from . import store
-from .module import build_module, symbols
+from .module import build_modules, symbols
 
 # Reentrant, for calls in signal handlers.
 link_lock = threading.RLock()
 # Execution engines own the machine code: kept for the life of the process.
 _engines: list[llvm.ExecutionEngine] = []
+# Addresses of what is linked already, by the name of its object file, which tells its content.
+_linked: dict[str, dict[str, int]] = {}
 
 
 def target_machine(isa: Isa, triple: str) -> llvm.TargetMachine:
@@ -35,9 +37,9 @@ def target_machine(isa: Isa, triple: str) -> llvm.TargetMachine:
 
 
 def assembly(isa: Isa, triple: str) -> str:
-    """The assembly of a record's module, for reading and for tests; any target's, not only this machine's."""
-    module = llvm.parse_assembly(build_module(isa, triple))
-    return target_machine(isa, triple).emit_assembly(module)
+    """The assembly of a record's modules, for reading and for tests; any target's, not only this machine's."""
+    machine = target_machine(isa, triple)
+    return "".join(machine.emit_assembly(llvm.parse_assembly(text)) for text in build_modules(isa, triple))
 
 
 def build_object(text: str, machine: llvm.TargetMachine) -> bytes:
@@ -50,16 +52,24 @@ def build_object(text: str, machine: llvm.TargetMachine) -> bytes:
 @cache
 def link(isa: Isa, triple: str) -> dict[str, int]:
     """Addresses of a record's functions by symbol, compiled or taken from the cache folder."""
-    text = build_module(isa, triple)
-    name = f"{isa.name}-{store.content_hash(text, llvmlite.__version__, str(llvm.llvm_version_info))}.o"
     with link_lock:
         machine = target_machine(isa, triple)
-        compiled = store.load(name)
-        if compiled is None:
-            compiled = build_object(text, machine)
-            store.save(name, compiled)
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
-        engine.finalize_object()
-        _engines.append(engine)
-        return {symbol: engine.get_function_address(symbol) for symbol in symbols(text)}
+        found: dict[str, int] = {}
+        for text in build_modules(isa, triple):
+            name = f"{isa.name}-{store.content_hash(text, llvmlite.__version__, str(llvm.llvm_version_info))}.o"
+            if name not in _linked:
+                _linked[name] = _link_module(name, text, machine)
+            found |= _linked[name]
+        return found
+
+
+def _link_module(name: str, text: str, machine: llvm.TargetMachine) -> dict[str, int]:
+    compiled = store.load(name)
+    if compiled is None:
+        compiled = build_object(text, machine)
+        store.save(name, compiled)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
+    engine.finalize_object()
+    _engines.append(engine)
+    return {symbol: engine.get_function_address(symbol) for symbol in symbols(text)}

@@ -1,4 +1,4 @@
-"""All functions of one instruction set as one LLVM module."""
+"""All functions of one instruction set as LLVM modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from ..isa import Isa
-from . import blocks, native, products, rows, softmax, tiles
+from . import blocks, interleave, native, products, rows, softmax, tiles
 from .text import Function
 from .vector import FLOAT8S, FLOATS, FORMATS
 
@@ -17,18 +17,24 @@ _DECLARATIONS = (
 )
 
 
-def block_shapes(isa: Isa) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Shapes that the dot block and the value block are written for as functions.
+def weight_shapes(isa: Isa) -> list[tuple[int, int]]:
+    """Shapes of the dot block that products with weights call: their rows are exact, or whole granules."""
+    return [(rows, isa.blocks.weight[1]) for rows in sorted(isa.weight_rows)]
 
-    Key rows are padded (with rows of zeros), so scores need one row count; they have the block written into their
-    loops, unless it is of tiles. Lanes of an item and rows of a product are exact, or whole granules.
+
+def score_shapes(isa: Isa) -> list[tuple[int, int]]:
+    """Shapes of the dot block that scores call, on tiles; of vectors it is written into their loops.
+
+    Key rows are padded (with rows of zeros), so one row count does.
     """
-    rows, vectors = isa.blocks.score
-    dots = {(r, isa.blocks.weight[1]) for r in isa.weight_rows}
-    if isa.tiles is not None:
-        dots |= {(rows, v) for v in range(1, vectors + 1)}
-    values = {(n, v) for n in isa.value_lanes for v in range(isa.k_pack, isa.blocks.value[1] + 1, isa.k_pack)}
-    return sorted(dots), sorted(values)
+    rows, vectors = isa.tiling.score_block
+    return [] if isa.tiles is None else [(rows, v) for v in range(1, vectors + 1)]
+
+
+def value_shapes(isa: Isa) -> list[tuple[int, int]]:
+    """Shapes of the value block: lanes of an item are exact, or whole granules."""
+    vectors = range(isa.k_pack, isa.tiling.value_block[1] + 1, isa.k_pack)
+    return sorted((n, v) for n in isa.value_lanes for v in vectors)
 
 
 def peak_flops(isa: Isa) -> int:
@@ -36,35 +42,37 @@ def peak_flops(isa: Isa) -> int:
     return (blocks if isa.tiles is None else tiles).peak_flops(isa)
 
 
-def _blocks(isa: Isa) -> list[Function]:
-    """The register blocks of both products, of vectors or of tiles, and what only the latter need."""
-    dots, values = block_shapes(isa)
-    if isa.tiles is None:
-        written = [build(isa, *s) for build in (blocks.build_dot, blocks.build_dot_scaled) for s in dots]
-        written += [blocks.build_value(isa, *s) for s in values]
-        written += [blocks.build_peak(isa)]
-    else:
-        written = [tiles.build_dot(isa, *s) for s in dots] + [tiles.build_value(isa, *s) for s in values]
-        written += [
-            tiles.build_dot_scaled(isa, *isa.blocks.weight),
-            tiles.build_peak(isa),
-            tiles.build_transpose_steps(isa),
-            tiles.build_interleave(isa),
-            tiles.build_configure(isa),
-            tiles.build_release(isa),
-        ]
+def _attention(isa: Isa) -> list[Function]:
+    """What depends on the tiling: the two products of attention."""
+    written = [products.build_score(isa), products.build_weigh_values(isa)]
+    written += [tiles.build_dot(isa, *s) for s in score_shapes(isa)]
+    written += [(blocks if isa.tiles is None else tiles).build_value(isa, *s) for s in value_shapes(isa)]
+    if isa.separate_values:
+        written += [interleave.build_interleave(isa)]
     return written
 
 
-@cache
-def build_module(isa: Isa, triple: str) -> str:
-    """The text of the module: every register block and stage of the record, in a fixed order."""
-    functions = [
-        *_blocks(isa),
-        products.build_score(isa),
-        products.build_weigh_values(isa),
-        products.build_multiply_rows(isa),
-        products.build_multiply_scaled(isa),
+def _weights(isa: Isa) -> list[Function]:
+    """Products with packed weights, the peak loop, and what only tiles need."""
+    shapes = weight_shapes(isa)
+    if isa.tiles is None:
+        written = [build(isa, *s) for build in (blocks.build_dot, blocks.build_dot_scaled) for s in shapes]
+        written += [blocks.build_peak(isa)]
+    else:
+        written = [
+            *(tiles.build_dot(isa, *s) for s in shapes),
+            tiles.build_dot_scaled(isa, *isa.blocks.weight),
+            tiles.build_peak(isa),
+            tiles.build_transpose_steps(isa),
+            tiles.build_configure(isa),
+            tiles.build_release(isa),
+        ]
+    return [*written, products.build_multiply_rows(isa), products.build_multiply_scaled(isa)]
+
+
+def _stages(isa: Isa) -> list[Function]:
+    """All that is done to rows, scores and states."""
+    return [
         *(products.build_narrow_rows(element) for element in FLOATS),
         blocks.build_read(isa),
         softmax.build_mask(isa),
@@ -85,7 +93,19 @@ def build_module(isa: Isa, triple: str) -> str:
         *(rows.build_pack(isa, element) for element in FLOATS if element.name in isa.dtypes),
         *(rows.build_quantise(isa, element) for element in FLOAT8S),
     ]
-    body = "\n\n".join(function.text("#0") for function in functions)
+
+
+@cache
+def build_modules(isa: Isa, triple: str) -> tuple[str, str]:
+    """The texts of the modules, of what depends on the tiling and of all else: in a fixed order, for the disk cache.
+
+    They are apart so that another tiling has little to compile.
+    """
+    return _build(isa, triple, _attention(isa)), _build(isa, triple, [*_weights(isa), *_stages(isa)])
+
+
+def _build(isa: Isa, triple: str, functions: list[Function]) -> str:
+    """A module of some functions, and all that they may call."""
     attributes = f'nounwind "target-cpu"="{isa.cpu}" "target-features"="{isa.features}"'
     declarations = {*_DECLARATIONS, *(_multiply_add(width) for width in (1, isa.vector_width))}
     declarations.update(isa.declarations)
@@ -93,12 +113,8 @@ def build_module(isa: Isa, triple: str) -> str:
         shape = ", ".join(f"i8 {byte}" for byte in tiles.tile_configuration())
         declarations.update(isa.tiles.declarations)
         declarations.add(f"@tile_configuration = private constant [64 x i8] [{shape}], align 64")
-    parts = [
-        f'target triple = "{triple}"',
-        *sorted(declarations),
-        body,
-        f"attributes #0 = {{ {attributes} }}",
-    ]
+    body = "\n\n".join(function.text("#0") for function in functions)
+    parts = [f'target triple = "{triple}"', *sorted(declarations), body, f"attributes #0 = {{ {attributes} }}"]
     return "\n\n".join(parts) + "\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..isa import Isa
-from .blocks import STREAM_AHEAD_BYTES, VALUE_UNROLL, dot_name, emit_dot, scaled_name, store_block, value_name
+from .blocks import STREAM_AHEAD_BYTES, dot_name, emit_dot, scaled_name, store_block, value_name
 from .text import Function
 from .vector import ElementFormat, constant
 
@@ -32,7 +32,7 @@ def build_score(isa: Isa) -> Function:
     """
     f = Function("score", [("ptr", "rows"), ("ptr", "ahead"), ("i64", "keys"), ("ptr", "q"), ("i64", "lanes"),
                            ("i64", "steps"), ("ptr", "s"), ("i64", "stride"), ("ptr", "starts")])  # fmt: skip
-    rows, most = isa.blocks.score
+    rows, most = isa.tiling.score_block
     vectors = f.value(f"udiv i64 %lanes, {isa.vector_width}")
     with f.loop(0, "%keys", rows) as key:
         at = f.value(f"shl i64 {key.index}, 3")
@@ -55,7 +55,7 @@ def build_score(isa: Isa) -> Function:
 
             def scores(ahead: str | None) -> None:
                 zeros = [constant(isa.vector_width, 0.0)] * (rows * size)
-                sums = emit_dot(f, isa, row, ahead, (q, "%stride"), "%steps", zeros)
+                sums = emit_dot(f, isa, row, ahead, (q, "%stride"), "%steps", zeros, unroll=isa.tiling.score_unroll)
                 target = [f.offset(s, f.value(f"mul i64 %stride, {r}")) for r in range(rows)]
                 store_block(f, isa, target, sums, size)
 
@@ -76,9 +76,9 @@ def build_weigh_values(isa: Isa) -> Function:
     f = Function("weigh_values", [("ptr", "v"), ("i64", "ldv"), ("i64", "columns"), ("ptr", "limits"), ("ptr", "p"),
                                   ("i64", "ldp"), ("i64", "lanes"), ("ptr", "o"), ("i64", "ldo"), ("ptr", "alpha"),
                                   ("i64", "accumulate")])  # fmt: skip
-    most = isa.blocks.value[1]
+    most = isa.tiling.value_block[1]
     vectors = f.value(f"udiv i64 %columns, {isa.vector_width}")
-    turn = VALUE_UNROLL if isa.tiles is None else isa.granule * isa.k_pack
+    turn = isa.tiling.value_unroll
 
     def column_block(start: str, size: int) -> None:
         at = f.value(f"mul i64 {start}, {isa.native_bytes * isa.vector_width}")

@@ -222,28 +222,6 @@ def build_transpose_steps(isa: Isa) -> Function:
     return f
 
 
-def build_interleave(isa: Isa) -> Function:
-    """Value rows, two and two, to a panel [pair][column][2]; ``columns`` are whole pairs of vectors."""
-    f = Function("interleave", [("ptr", "rows"), ("i64", "keys"), ("i64", "columns"), ("ptr", "panel"),
-                                ("i64", "ldv")])  # fmt: skip
-    width = 2 * isa.vector_width
-    kind = f"<{width} x i16>"
-    with f.loop(0, "%keys", 2) as key:
-        pointers = f.offset("%rows", f.value(f"shl i64 {key.index}, 3"))
-        pair = [f.load("ptr", f.offset(pointers, 8 * n), align=8) for n in range(2)]
-        target = f.offset("%panel", f.value(f"mul i64 {f.value(f'lshr i64 {key.index}, 1')}, %ldv"))
-        with f.loop(0, "%columns", width) as column:
-            at = f.value(f"shl i64 {column.index}, 1")
-            first, second = (f.load(kind, f.offset(pointer, at)) for pointer in pair)
-            here = f.offset(target, f.value(f"shl i64 {column.index}, 2"))
-            for half in range(2):
-                picks = [n + half * width // 2 for n in range(width // 2)]
-                indices = ", ".join(f"i32 {n}, i32 {n + width}" for n in picks)
-                joined = f.value(f"shufflevector {kind} {first}, {kind} {second}, <{width} x i32> <{indices}>")
-                f.store(kind, joined, f.offset(here, half * 2 * width))
-    return f
-
-
 def build_configure(isa: Isa) -> Function:
     """Give the tiles their shapes, in the calling thread."""
     assert isa.tiles is not None

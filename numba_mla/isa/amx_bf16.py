@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from . import avx2, avx512bf16, avx512f, avx512vbmi
+from . import avx2, avx512bf16, avx512f, avx512vbmi, tiling
 from .avx512bf16 import flushed, pairs
 from .host import TILE_FEATURES, Host
 from .record import Blocks, Isa, TileOps
@@ -64,7 +64,7 @@ def record(host: Host) -> Isa:
         name="amx_bf16",
         cpu=vectors.CPU,
         features=",".join(filter(None, (vectors.FEATURES, *wider, *tiles))),
-        blocks=Blocks(16, score=(32, 2), value=(32, 2), weight=(16, 4)),
+        blocks=Blocks(16, registers=8, weight=(16, 4), tiling=tiling.AMX),
         companion=companion,
         tiles=TILES,
         power=None if vectors is avx2 else avx512f.POWER,

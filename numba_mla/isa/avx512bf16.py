@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from . import avx512f, avx512vbmi
+from . import avx512f, avx512vbmi, tiling
 from .host import Host
 from .record import Blocks, Isa, TileOp
 
@@ -65,13 +65,12 @@ def record(host: Host) -> Isa:
         name="avx512bf16",
         cpu=CPU,
         features=",".join((FEATURES, *avx512vbmi.features(host))),
-        blocks=Blocks(16, score=(8, 1), value=(8, 2), weight=(6, 4)),
+        blocks=Blocks(16, registers=32, weight=(6, 4), tiling=tiling.AVX512),
         k_pack=2,
         p_rounding=2.0**-8,
         native="bfloat16",
         dtypes=("bfloat16",),
         companion="avx512f",
-        lane_group=128,
         prefill_group=256,
         multiply_add=MULTIPLY_ADD,
         look_up=avx512vbmi.look_up(host),

@@ -6,16 +6,16 @@ of them there are, not which instruction set they belong to.
 
 from __future__ import annotations
 
+from . import tiling
 from .fma import MULTIPLY_ADD
 from .host import Host
 from .record import Blocks, Isa
 
-# Each block holds 8 to 16 sums, enough to cover a multiply-add's latency twice over, and leaves registers
-# for the other operand. Scores want few vectors of lanes (a token's heads may fill one).
-AVX512_BLOCKS = Blocks(16, score=(8, 1), value=(8, 2), weight=(4, 4))
-AVX_BLOCKS = Blocks(8, score=(4, 3), value=(6, 2), weight=(4, 2))
-NEON_BLOCKS = Blocks(4, score=(4, 4), value=(4, 4), weight=(4, 4))
-SSE_BLOCKS = Blocks(4, score=(4, 2), value=(4, 2), weight=(4, 2))
+# Blocks of weights hold 8 to 16 sums, enough to cover a multiply-add's latency twice over.
+AVX512_BLOCKS = Blocks(16, registers=32, weight=(4, 4), tiling=tiling.AVX512)
+AVX_BLOCKS = Blocks(8, registers=16, weight=(4, 2), tiling=tiling.AVX2)
+NEON_BLOCKS = Blocks(4, registers=32, weight=(4, 4), tiling=tiling.NEON)
+SSE_BLOCKS = Blocks(4, registers=16, weight=(4, 2), tiling=tiling.SSE)
 
 
 def runs_on(host: Host) -> bool:
@@ -43,7 +43,6 @@ def record(host: Host) -> Isa:
         native="float32",
         dtypes=("float32", "float16", "bfloat16"),
         companion=None,
-        lane_group=128,
         prefill_group=256,
         multiply_add=MULTIPLY_ADD,
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .tiling import Tiling
+
 
 @dataclass(frozen=True)
 class TileOp:
@@ -72,24 +74,24 @@ class TileOps:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Register blocks, MR x NR: rows of the broadcast operand x vectors of the other.
+    """Vectors, and the register blocks made of them, MR x NR: rows of the broadcast operand x vectors of the other.
 
     Parameters
     ----------
     vector_width : int
         float32 lanes of a vector.
-    score : tuple of int
-        Key rows x vectors of lanes.
-    value : tuple of int
-        Lanes x vectors of value columns.
+    registers : int
+        How many vectors there are registers for.
     weight : tuple of int
         Rows of the left operand x vectors of outputs, of a product with packed weights.
+    tiling : Tiling
+        Attention's blocks, loops and work items.
     """
 
     vector_width: int
-    score: tuple[int, int]
-    value: tuple[int, int]
+    registers: int
     weight: tuple[int, int]
+    tiling: Tiling
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,9 @@ class Isa:
         Element types of queries and left operands that it takes.
     companion : str or None
         The instruction set that takes all others.
-    lane_group, prefill_group : int
-        Lanes that one work item computes together at most: queries on shared rows, and of one head of many.
+    prefill_group : int
+        Lanes that one work item computes together at most where rows are one head's of many: more than the tiling has
+        for rows that heads share, since these are narrower.
     multiply_add : TileOp
         ``(row, b, acc)`` -> acc + a . b, lane by lane, where a is the dot step that ``row`` points at, in all
         lanes. A step's elements, ``k_pack`` of them, are in the bits of one float32.
@@ -139,7 +142,6 @@ class Isa:
     native: str
     dtypes: tuple[str, ...]
     companion: str | None
-    lane_group: int
     prefill_group: int
     multiply_add: TileOp
     power: PowerOps | None = None
@@ -172,7 +174,7 @@ class Isa:
     @property
     def value_lanes(self) -> tuple[int, ...]:
         """Lanes of a value block: the most, and what covers any rest, largest first."""
-        most = self.blocks.value[0]
+        most = self.tiling.value_block[0]
         if self.tiles is not None:
             return tuple(range(most, 0, -self.granule))
         return (most, *(n for n in (4, 2, 1) if n < most))
@@ -192,6 +194,16 @@ class Isa:
     def column_step(self) -> int:
         """Value columns that a value block takes at least: whole vectors, of each key that a step takes."""
         return self.vector_width * self.k_pack
+
+    @property
+    def tiling(self) -> Tiling:
+        """How attention is tiled."""
+        return self.blocks.tiling
+
+    @property
+    def separate_values(self) -> bool:
+        """Whether the value product reads a panel of pairs of rows that are brought together once a key tile."""
+        return self.k_pack > 1 and self.tiling.interleave == "separate"
 
     @property
     def vector_bytes(self) -> int:

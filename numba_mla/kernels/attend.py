@@ -104,8 +104,9 @@ def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, p
     """
     columns = -(-value_width // context[COLUMN_STEP]) * context[COLUMN_STEP]
     values = rows
-    if context[INTERLEAVE] != 0:
+    if context[TRANSPOSE_STEPS] != 0:
         call(context[TRANSPOSE_STEPS], (probabilities, row_bytes, num_keys // context[K_PACK], padded_lanes))
+    if context[INTERLEAVE] != 0:
         call(context[INTERLEAVE], (rows, num_keys, columns, spare.pairs, spare.pairs_stride))
         values = spare.pairs
     granule = context[GRANULE]
@@ -132,7 +133,7 @@ def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, 
     lanes : Lanes
     state : State
     scores, alpha : address
-        Scratch: [KEY_TILE + padding] rows of ``stride`` bytes, float32 [padded lanes].
+        Scratch: [key tile + padding] rows of ``stride`` bytes, float32 [padded lanes].
     steps, value_width : int
         Dot steps of a score; value columns.
     exponent_scale : float32

@@ -15,7 +15,12 @@ from .context import (
     CONFIGURE_TILES,
     COPY,
     FINISH,
+    ITEM_ORDER,
     K_PACK,
+    KEY_TILE,
+    KV_SPLIT,
+    LANE_GROUP,
+    LEAST_LANES,
     NARROW,
     NATIVE_BYTES,
     PACK,
@@ -33,14 +38,13 @@ from .schedule import (
     FIRST_SPLIT,
     GROUP,
     GROUP_SIZE,
-    KEY_TILE,
-    KV_SPLIT,
     NUM_ITEMS,
     NUM_LANES,
     NUM_SPLITS,
     REMAINING,
     REQUEST,
     SLOT,
+    Cut,
     last_seen,
     plan_attention,
 )
@@ -48,7 +52,6 @@ from .scratch import (
     dot_steps,
     few_lanes,
     key_source,
-    lane_group,
     lane_stride,
     lay_out,
     padded_columns,
@@ -151,15 +154,16 @@ def _attend_split(context, p, sources, table, group, lanes, split, state, scratc
     keys, values = sources
     end = group[END]
     clear(state, lanes.padded)
-    last = min(end, (split + 1) * KV_SPLIT)
-    for first in range(split * KV_SPLIT, last, KEY_TILE):
-        num_keys = min(KEY_TILE, last - first)
+    first_key, key_tile = split * context[KV_SPLIT], context[KEY_TILE]
+    last = min(end, first_key + context[KV_SPLIT])
+    for first in range(first_key, last, key_tile):
+        num_keys = min(key_tile, last - first)
         key_rows, ahead = fetch(context, keys, table, group[REQUEST], first, num_keys, end)
         value_rows = key_rows
         if p.values != 0:
             value_rows, _ = fetch(context, values, table, group[REQUEST], first, num_keys, end)
         attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, scratch.scores, scratch.alpha,
-               dot_steps(context, p), p.value_width, exponent_scale, int(first > split * KV_SPLIT),
+               dot_steps(context, p), p.value_width, exponent_scale, int(first > first_key),
                scratch.spare)  # fmt: skip
 
 
@@ -271,6 +275,13 @@ def _work(worker, context, packed, score_scale, value_scale, seq_lens, query_sta
         call(context[RELEASE_TILES], ())
 
 
+@kernel
+def _cut(context, p):
+    """How the tiling has work cut."""
+    return Cut(context[LANE_GROUP], few_lanes(context, p), context[LEAST_LANES], context[KV_SPLIT],
+               context[ITEM_ORDER])  # fmt: skip
+
+
 @kernel(entry=True)
 def attention_serial(context, packed, apart, score_scale, value_scale, seq_lens, query_start_loc, table, checks,
                      workspace, workspace_size, num_workers):  # fmt: skip
@@ -280,9 +291,8 @@ def attention_serial(context, packed, apart, score_scale, value_scale, seq_lens,
         return status
     p = unpack(packed)
     items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), few_lanes(context, p),
-        context[VECTOR_WIDTH], p.causal, numba.int64(1),
-    )  # fmt: skip
+        seq_lens, query_start_loc, p.num_heads, p.group_heads, p.causal, _cut(context, p), numba.int64(1)
+    )
     workers = min(numba.int64(1), len(items))
     needed = workspace_bytes(context, p, longest_run, num_slots, workers)
     if needed > workspace_size:
@@ -332,9 +342,8 @@ def attention_parallel(context, packed, apart, score_scale, value_scale, seq_len
         return status
     p = unpack(packed)
     items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, p.num_heads, p.group_heads, lane_group(context, p), few_lanes(context, p),
-        context[VECTOR_WIDTH], p.causal, num_workers,
-    )  # fmt: skip
+        seq_lens, query_start_loc, p.num_heads, p.group_heads, p.causal, _cut(context, p), num_workers
+    )
     workers = min(num_workers, len(items))
     needed = workspace_bytes(context, p, longest_run, num_slots, workers)
     if needed > workspace_size:

@@ -7,11 +7,11 @@ from math import lcm
 
 import numpy as np
 
-from ..codegen.blocks import VALUE_UNROLL
 from ..codegen.link import link
 from ..codegen.native import ROW_FORMATS
 from ..codegen.vector import FORMATS
 from ..isa import Isa
+from .schedule import ITEM_ORDERS
 
 # Element codes: the place of a format in codegen's list. Rows of 656 bytes, of several types, have one after those.
 ELEMENT_CODES = {element.name: code for code, element in enumerate(FORMATS)}
@@ -20,15 +20,16 @@ ELEMENT_BYTES = tuple(element.num_bytes for element in FORMATS)
 _MAX_FORMATS = 8
 
 # Sizes: of vectors and register blocks; keys or features of a dot step; value columns of a value block at least;
-# the native type, its code and bytes; lanes of an item at most, on shared rows and of one head; what the number of
-# keys of a tile is padded to; rows, lanes and dot steps that products take together; keys of a score block.
-VECTOR_WIDTH, WEIGHT_VECTORS, K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES = range(6)
-LANE_GROUP, PREFILL_GROUP, KEY_PADDING, GRANULE, SCORE_ROWS = range(6, 11)
-# Functions that stand alone; the last four only where products run on tiles.
-SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, MULTIPLY_SCALED = range(11, 20)
-ANY_NONFINITE = 20
-CLEAR, COPY, PEAK, READ, PREFETCH = range(21, 26)
-LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(26, 31)
+# the native type, its code and bytes; what the number of keys of a tile is padded to; rows, lanes and dot steps that
+# products take together; keys of a score block.
+VECTOR_WIDTH, WEIGHT_VECTORS, K_PACK, COLUMN_STEP, NATIVE, NATIVE_BYTES, KEY_PADDING, GRANULE, SCORE_ROWS = range(9)
+# The rest of the tiling.
+LANE_GROUP, LEAST_LANES, KEY_TILE, KV_SPLIT, PREFETCH_ROWS, ITEM_ORDER = range(9, 15)
+# Functions that stand alone; tiles have some of their own, and some interleave.
+SCORE, WEIGH_VALUES, MULTIPLY_ROWS, MASK, SOFTMAX, WEIGH, BLEND, SCALE, MULTIPLY_SCALED = range(15, 24)
+ANY_NONFINITE = 24
+CLEAR, COPY, PEAK, READ, PREFETCH = range(25, 30)
+LIST_ROWS, TRANSPOSE_STEPS, INTERLEAVE, CONFIGURE_TILES, RELEASE_TILES = range(30, 35)
 _ALONE = {
     SCORE: "score",
     WEIGH_VALUES: "weigh_values",
@@ -52,7 +53,7 @@ _ALONE = {
     RELEASE_TILES: "release_tiles",
 }
 # Families of functions, by element code.
-WIDEN = 31
+WIDEN = 35
 WIDEN_PAIRS = WIDEN + _MAX_FORMATS
 TO_NATIVE = WIDEN_PAIRS + _MAX_FORMATS
 NARROW = TO_NATIVE + _MAX_FORMATS
@@ -86,12 +87,17 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     table[COLUMN_STEP] = isa.column_step
     table[NATIVE] = ELEMENT_CODES[isa.native]
     table[NATIVE_BYTES] = ELEMENT_BYTES[ELEMENT_CODES[isa.native]]
-    table[LANE_GROUP] = isa.lane_group
-    table[PREFILL_GROUP] = isa.prefill_group
-    table[SCORE_ROWS] = isa.blocks.score[0]
     table[GRANULE] = isa.granule
+    tiling = isa.tiling
+    table[SCORE_ROWS] = tiling.score_block[0]
     # Both products take whole blocks of keys.
-    table[KEY_PADDING] = lcm(isa.blocks.score[0], VALUE_UNROLL, isa.granule * isa.k_pack)
+    table[KEY_PADDING] = lcm(tiling.score_block[0], tiling.value_unroll, isa.granule * isa.k_pack)
+    table[LANE_GROUP] = tiling.lane_group
+    table[LEAST_LANES] = tiling.least_lanes
+    table[KEY_TILE] = tiling.key_tile
+    table[KV_SPLIT] = tiling.kv_split
+    table[PREFETCH_ROWS] = tiling.prefetch_rows
+    table[ITEM_ORDER] = ITEM_ORDERS[tiling.item_order]
     for place, name in _ALONE.items():
         table[place] = addresses.get(name, 0)
     for family, word in _BY_ELEMENT.items():

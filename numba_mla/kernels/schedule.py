@@ -1,6 +1,6 @@
 """The plan of an attention call: pure integers from lengths to work items.
 
-Keys are cut at fixed absolute positions: key tiles of KEY_TILE, splits of KV_SPLIT. An item is one lane
+Keys are cut at fixed absolute positions, into key tiles, and splits of several tiles. An item is one lane
 group over an aligned run of 2**k splits; the splits' results merge in a binary tree over the absolute split
 index, of which an item computes a whole subtree. So k, which depends on the number of workers, changes no
 bit of the result.
@@ -8,13 +8,13 @@ bit of the result.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..checks import check_count
 from .compile import kernel
 
-KEY_TILE = 256
-KV_SPLIT = 1024
 # Items a worker should find at least, so that taking them one by one evens the load out.
 ITEMS_PER_WORKER = 12
 # Lanes that share a row's way through the caches well enough, where it need not be converted: fewer only where
@@ -22,8 +22,10 @@ ITEMS_PER_WORKER = 12
 FEW_LANES = 32
 # How finely items are told apart by what they cost.
 NUM_RANKS = 1024
-# Where a worker finds more items than this, each is too small a part for its place to matter: they stay together by
-# their rows, which the next item finds in a cache.
+# Which items come first: the heaviest, or by their rows, which the next item finds in a cache. Where a worker finds
+# more items than SORTED_ITEMS, each is too small a part for its place to matter.
+AUTO, HEAVIEST, ROWS = range(3)
+ITEM_ORDERS = {"auto": AUTO, "heaviest": HEAVIEST, "rows": ROWS}
 SORTED_ITEMS = 24
 
 # Columns of a lane group: its request and heads, its lanes, one past the last key that any of them sees; the
@@ -31,6 +33,18 @@ SORTED_ITEMS = 24
 REQUEST, FIRST_HEAD, FIRST_LANE, NUM_LANES, END, FIRST_SLOT, NUM_ITEMS, REMAINING, GROUP_SIZE = range(9)
 # Columns of an item: its group, its run of splits, and the slot of its partial result (-1: the whole result).
 GROUP, FIRST_SPLIT, NUM_SPLITS, SLOT, ITEM_SIZE = range(5)
+
+
+class Cut(NamedTuple):
+    """How work may be cut: lanes of an item at most, what they are halved down to where there are not enough items for
+    the load to be even, and where there are more workers than items; keys of a split; the order of items.
+    """
+
+    lane_group: int
+    few_lanes: int
+    least_lanes: int
+    kv_split: int
+    item_order: int
 
 
 def num_kv_splits(max_seq_len, num_threads):
@@ -100,7 +114,7 @@ def _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, 
 
 
 @kernel
-def _cut_groups(groups, num_workers):
+def _cut_groups(groups, kv_split, num_workers):
     """Cut the groups into items, and say what each item costs: lanes times keys."""
     total, most_lanes = np.int64(0), np.int64(1)
     for group in range(len(groups)):
@@ -108,11 +122,11 @@ def _cut_groups(groups, num_workers):
         most_lanes = max(most_lanes, groups[group, NUM_LANES])
     # A worker alone takes each group whole.
     run = 1 << 40 if num_workers == 1 else 1
-    while num_workers > 1 and 2 * run * KV_SPLIT * most_lanes * num_workers * ITEMS_PER_WORKER <= total:
+    while num_workers > 1 and 2 * run * kv_split * most_lanes * num_workers * ITEMS_PER_WORKER <= total:
         run *= 2
     num_items, num_slots = 0, 0
     for group in range(len(groups)):
-        splits = -(-groups[group, END] // KV_SPLIT)
+        splits = -(-groups[group, END] // kv_split)
         pieces = max(1, -(-splits // run))
         groups[group, FIRST_SLOT] = num_slots
         groups[group, NUM_ITEMS] = pieces
@@ -126,7 +140,7 @@ def _cut_groups(groups, num_workers):
     item, longest_run = 0, 0
     for group in range(len(groups)):
         end = groups[group, END]
-        splits = -(-end // KV_SPLIT)
+        splits = -(-end // kv_split)
         pieces = groups[group, NUM_ITEMS]
         for piece in range(pieces):
             first_split = piece * run
@@ -134,7 +148,7 @@ def _cut_groups(groups, num_workers):
             items[item, FIRST_SPLIT] = first_split
             items[item, NUM_SPLITS] = min(run, splits - first_split)
             items[item, SLOT] = groups[group, FIRST_SLOT] + piece if pieces > 1 else -1
-            keys = min(end, (first_split + run) * KV_SPLIT) - first_split * KV_SPLIT
+            keys = min(end, (first_split + run) * kv_split) - first_split * kv_split
             costs[item] = groups[group, NUM_LANES] * keys
             longest_run = max(longest_run, items[item, NUM_SPLITS])
             item += 1
@@ -142,11 +156,11 @@ def _cut_groups(groups, num_workers):
 
 
 @kernel
-def _count_items(groups):
+def _count_items(groups, kv_split):
     """Items of a plan whose runs are single splits."""
     count = 0
     for group in range(len(groups)):
-        count += max(1, -(-groups[group, END] // KV_SPLIT))
+        count += max(1, -(-groups[group, END] // kv_split))
     return count
 
 
@@ -181,9 +195,8 @@ def _sort(items, costs):
 
 
 @kernel(entry=True)
-def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group, few_lanes, least_lanes, causal,
-                   num_workers):  # fmt: skip
-    """Plan a call: its work items, the heaviest first, or by their rows where they are many.
+def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, causal, cut, num_workers):
+    """Plan a call: its work items, in the order in which they are taken.
 
     Parameters
     ----------
@@ -193,11 +206,9 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
         Where each request's query tokens begin.
     num_heads, group_heads : int
         Heads of a token; those that share key rows.
-    lane_group, few_lanes, least_lanes : int
-        Lanes of an item at most; what that is halved down to where there are not enough items for the load to be
-        even; and where there are more workers than items.
     causal : int
         1 if token i of n sees ``seq_len - n + i + 1`` keys, 0 if all.
+    cut : Cut
     num_workers : int
         Threads.
 
@@ -210,15 +221,17 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, lane_group
     longest_run : int
         Splits of the longest item.
     """
+    lane_group = cut.lane_group
     groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
     # Too few items to go round evenly: smaller lane groups make more of them.
-    while num_workers > 1 and lane_group > least_lanes:
-        wanted = ITEMS_PER_WORKER if lane_group > few_lanes else 2
-        if _count_items(groups) >= wanted * num_workers:
+    while num_workers > 1 and lane_group > cut.least_lanes:
+        wanted = ITEMS_PER_WORKER if lane_group > cut.few_lanes else 2
+        if _count_items(groups, cut.kv_split) >= wanted * num_workers:
             break
         lane_group //= 2
         groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
-    items, costs, num_slots, longest_run = _cut_groups(groups, num_workers)
-    if len(items) > SORTED_ITEMS * num_workers:
+    items, costs, num_slots, longest_run = _cut_groups(groups, cut.kv_split, num_workers)
+    many = len(items) > SORTED_ITEMS * num_workers
+    if cut.item_order == ROWS or (cut.item_order == AUTO and many):
         return _reverse(items), groups, num_slots, longest_run
     return _sort(items, costs), groups, num_slots, longest_run

@@ -14,15 +14,16 @@ from .context import (
     INTERLEAVE,
     K_PACK,
     KEY_PADDING,
+    KEY_TILE,
     LANE_GROUP,
+    LEAST_LANES,
     NATIVE,
     NATIVE_BYTES,
-    PREFILL_GROUP,
     VECTOR_WIDTH,
 )
 from .rows import padded_width
-from .schedule import FEW_LANES, KEY_TILE
-from .source import MOST_ROWS_AHEAD, RowSource
+from .schedule import FEW_LANES
+from .source import RowSource, most_rows_listed
 
 
 class Scratch(NamedTuple):
@@ -70,12 +71,6 @@ def lane_stride(padded_lanes):
 
 
 @kernel
-def lane_group(context, p):
-    """Lanes of an item at most: more where heads do not share rows, which are then narrower."""
-    return context[LANE_GROUP] if p.values == 0 else context[PREFILL_GROUP]
-
-
-@kernel
 def padded_columns(context, p):
     """Value columns, the last vectors filled up."""
     return -(-p.value_width // context[COLUMN_STEP]) * context[COLUMN_STEP]
@@ -90,10 +85,10 @@ def dot_steps(context, p):
 @kernel
 def lay_out(context, p, longest_run, base):
     """The memory of a worker whose longest item runs over that many splits."""
-    group = lane_group(context, p)
-    padded_keys = KEY_TILE + context[KEY_PADDING]
+    group = context[LANE_GROUP]
+    padded_keys = context[KEY_TILE] + context[KEY_PADDING]
     lane_bytes = line_up(4 * group)
-    rows_bytes = line_up(8 * (padded_keys + MOST_ROWS_AHEAD))
+    rows_bytes = line_up(8 * most_rows_listed(context))
     columns = padded_columns(context, p)
     out_stride = _panel_stride(4 * columns)
     width = padded_width(context, p.width)
@@ -134,7 +129,7 @@ def lay_out(context, p, longest_run, base):
 def few_lanes(context, p):
     """Lanes that make an item worth its rows: all that it may have, where each item converts them anew."""
     in_place = p.row_element == context[NATIVE] and p.value_width % context[COLUMN_STEP] == 0
-    return FEW_LANES if in_place else lane_group(context, p)
+    return max(FEW_LANES, context[LEAST_LANES]) if in_place else context[LANE_GROUP]
 
 
 @kernel

@@ -5,20 +5,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .compile import kernel
-from .context import CLEAR, GRANULE, KEY_PADDING, LIST_ROWS, NATIVE_BYTES, NATIVE_ROWS
+from .context import CLEAR, GRANULE, KEY_PADDING, KEY_TILE, LIST_ROWS, NATIVE_BYTES, NATIVE_ROWS, PREFETCH_ROWS
 from .memory import call, load_i64, store_i64
 from .rows import native_row, padded_width
-from .schedule import KEY_TILE
 
-# Rows that are prefetched before the row in hand; where a tile is converted first, the next one is meanwhile.
-ROWS_AHEAD = 16
-MOST_ROWS_AHEAD = KEY_TILE
+
+@kernel
+def _rows_ahead(context, source):
+    """Rows that are prefetched before the row in hand; where a tile is converted first, the next one is meanwhile."""
+    return context[PREFETCH_ROWS] if source.in_place != 0 else context[KEY_TILE]
+
+
+@kernel
+def most_rows_listed(context):
+    """Rows of a tile whose addresses are listed at most: padding, and rows ahead, included."""
+    return context[KEY_TILE] + context[KEY_PADDING] + max(context[KEY_TILE], context[PREFETCH_ROWS])
 
 
 class RowSource(NamedTuple):
     """Rows of one element type behind a block table, and memory to hand a tile of them out.
 
-    ``pointers`` and ``panel_pointers`` have room for the addresses of KEY_TILE + padding + MOST_ROWS_AHEAD rows.
+    ``pointers`` and ``panel_pointers`` have room for the addresses of ``most_rows_listed``.
     Where a row's elements are what the products take (``in_place``), the first are handed out; else rows are
     converted into the panel. The choice changes no bit.
     """
@@ -43,8 +50,8 @@ def _locate(context, source, table, request, first, end):
 
     After the last key come rows of zeros: padding must not meet what an unused row holds (0 * NaN).
     """
-    rows_ahead = ROWS_AHEAD if source.in_place != 0 else MOST_ROWS_AHEAD
-    present = min(KEY_TILE + rows_ahead, end - first)
+    rows_ahead = _rows_ahead(context, source)
+    present = min(context[KEY_TILE] + rows_ahead, end - first)
     page = first // source.block_size
     inside = first - page * source.block_size
     i = 0
@@ -55,7 +62,7 @@ def _locate(context, source, table, request, first, end):
         i += count
         page += 1
         inside = 0
-    missing = KEY_TILE + context[KEY_PADDING] + rows_ahead - present
+    missing = context[KEY_TILE] + context[KEY_PADDING] + rows_ahead - present
     call(context[LIST_ROWS], (source.pointers + 8 * present, source.zeros, 0, missing))
 
 
@@ -92,14 +99,14 @@ def fetch(context, source, table, request, first, num_keys, end):
     if source.in_place != 0:
         if context[GRANULE] > 1:
             _line_up(context, source, padded_keys)
-        return source.pointers, source.pointers + 8 * ROWS_AHEAD
+        return source.pointers, source.pointers + 8 * context[PREFETCH_ROWS]
     padding = (padded_width(context, source.width) - source.width) * context[NATIVE_BYTES]
     call(
         context[NATIVE_ROWS + source.element],
-        (source.panel, source.panel_stride, source.pointers, source.pointers + 8 * ROWS_AHEAD, num_keys,
+        (source.panel, source.panel_stride, source.pointers, source.pointers + 8 * context[PREFETCH_ROWS], num_keys,
          source.width, padding),
     )  # fmt: skip
     missing = (padded_keys - num_keys) * source.panel_stride
     call(context[CLEAR], (source.panel + num_keys * source.panel_stride, missing))
     call(context[LIST_ROWS], (source.panel_pointers, source.panel, source.panel_stride, padded_keys))
-    return source.panel_pointers, source.pointers + 8 * MOST_ROWS_AHEAD
+    return source.panel_pointers, source.pointers + 8 * context[KEY_TILE]

@@ -17,7 +17,7 @@ _calls: Forms[AttentionCall] = Forms()
 
 
 def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache_scale=None, out=None, lse=None,
-           isa=None, validate=True):  # fmt: skip
+           isa=None, tiling=None, validate=True):  # fmt: skip
     """Attention of one new token a request over its latent cache (absorbed MLA).
 
     ``out[b, h] = sum_s p[s] row[s, :Dc] / sum_s p[s]``, ``p[s] = exp(scale * (q[b, h] . row[s]))``,
@@ -49,6 +49,8 @@ def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache
         Where to write the log-sum-exp, float32.
     isa : str, optional
         The instruction set to use, one of ``available_isas()``.
+    tiling : Tiling, optional
+        How the work is tiled, where not as the instruction set's own tiling has it.
     validate : bool
         False skips the checks of index values (pages, lengths), not those of shapes and types.
 
@@ -79,13 +81,13 @@ def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache
     ((1, 3, 4), 5.0)
     """
     lengths = check_integers("seq_lens", seq_lens, ("B",))
-    prepared = _prepare(lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, False, out, lse, isa)
+    prepared = _prepare(lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, False, out, lse, isa, tiling)
     checks = PAGES if check_flag("validate", validate) else STARTS
     return _attend(prepared, block_table, lengths, np.arange(len(lengths) + 1), checks)
 
 
 def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lora_rank=512, cache_scale=None,
-           causal=True, out=None, lse=None, isa=None, validate=True):  # fmt: skip
+           causal=True, out=None, lse=None, isa=None, tiling=None, validate=True):  # fmt: skip
     """Attention of several new tokens a request over its latent cache, the new tokens included.
 
     As ``decode``, for token i of a request's n new ones over its first ``seq_len - n + i + 1`` rows (causal,
@@ -118,6 +120,8 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
         Where to write the log-sum-exp, float32.
     isa : str, optional
         The instruction set to use, one of ``available_isas()``.
+    tiling : Tiling, optional
+        How the work is tiled, where not as the instruction set's own tiling has it.
     validate : bool
         False skips the checks of index values (pages, lengths), not those of shapes and types.
 
@@ -146,7 +150,7 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
     >>> np.exp(lse[:, 0]).round(3).tolist()
     [3.0, 4.0, 5.0]
     """
-    prepared = _prepare(None, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa)
+    prepared = _prepare(None, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa, tiling)
     starts = check_integers("query_start_loc", query_start_loc, ("B + 1",))
     lengths = check_integers("seq_lens", seq_lens, ("B",))
     if len(lengths) != len(starts) - 1:
@@ -156,20 +160,20 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
     return _attend(prepared, block_table, lengths, starts, checks)
 
 
-def _prepare(lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa) -> Prepared:
+def _prepare(lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa, tiling) -> Prepared:
     """Check a call's arguments, or know their form, and make its outputs; ``lengths`` are one a token, or None."""
     parts = tuple(q) if isinstance(q, (tuple, list)) else (q,)
     form = form_of(*parts, isinstance(q, np.ndarray), kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse,
-                   isa_choice(isa), None if lengths is None else len(lengths))  # fmt: skip
+                   isa_choice(isa), tiling, None if lengths is None else len(lengths))  # fmt: skip
     call = _calls.find(form)
     if call is None:
-        return _check(form, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa)
+        return _check(form, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa, tiling)
     q_pe = parts[1] if len(parts) == 2 else None
     return known_call(call, parts[0], q_pe, kv_cache, None, out, lse)
 
 
-def _check(form: tuple, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse,
-           isa) -> Prepared:  # fmt: skip
+def _check(form: tuple, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa,
+           tiling) -> Prepared:  # fmt: skip
     """Check a call's arguments; its form is remembered unless an array had to be copied."""
     parts, rank, width = _check_queries(q, "T" if lengths is None else "B", kv_lora_rank)
     latent, rotary = parts[0], parts[-1]
@@ -191,7 +195,8 @@ def _check(form: tuple, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, 
     )  # fmt: skip
     arrays = Arrays(latent, rotary if len(parts) == 2 else None, kv_cache, None, outputs.target, outputs.lse)
     # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
-    call = attention_call(problem, scale * pages.scale, pages.scale, context_for(isa, NAMES[latent.dtype]), arrays)
+    context = context_for(isa, NAMES[latent.dtype], tiling)
+    call = attention_call(problem, scale * pages.scale, pages.scale, context, arrays)
     given = q if isinstance(q, (tuple, list)) else (q,)
     if all(part is x for part, x in zip(parts, given, strict=True)) and outputs.target is outputs.out:
         _calls.keep(form, call)

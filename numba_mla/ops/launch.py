@@ -9,9 +9,8 @@ import numpy as np
 
 from ..checks import address, check_apart, check_output
 from ..kernels.attention import attention_parallel, attention_serial
-from ..kernels.context import VECTOR_WIDTH
+from ..kernels.context import KV_SPLIT, VECTOR_WIDTH
 from ..kernels.problem import Problem
-from ..kernels.schedule import KV_SPLIT
 from ..kernels.validity import MAY_MEET
 from ..parallel import launch, num_threads
 from ..runtime import workspace
@@ -109,7 +108,7 @@ def attention_call(problem: Problem, score_scale: float, value_scale: float, con
     apart = extents(_FIELDS, arrays, outputs=2)
     shape = arrays.out.shape
     # A vector of lanes over one split of keys: no item to share.
-    few_pages = KV_SPLIT // problem.block_size if shape[0] * shape[1] <= context[VECTOR_WIDTH] else -1
+    few_pages = context[KV_SPLIT] // problem.block_size if shape[0] * shape[1] <= context[VECTOR_WIDTH] else -1
     return AttentionCall(problem.packed(), apart, shape, few_pages, score_scale, value_scale, context)
 
 

@@ -17,7 +17,7 @@ _calls: Forms[AttentionCall] = Forms()
 
 
 def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, out=None, lse=None, isa=None,
-            validate=True):  # fmt: skip
+            tiling=None, validate=True):  # fmt: skip
     """Attention of ragged requests over materialised keys and values.
 
     ``out[t, h] = sum_s p[s] v[s, h] / sum_s p[s]``, ``p[s] = exp(scale * (q[t, h] . k[s, h]))``,
@@ -46,6 +46,8 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
         Where to write the log-sum-exp, float32.
     isa : str, optional
         The instruction set to use, one of ``available_isas()``.
+    tiling : Tiling, optional
+        How the work is tiled, where not as the instruction set's own tiling has it.
     validate : bool
         Taken for the sake of a uniform signature: start locations are always checked.
 
@@ -74,10 +76,10 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
     >>> np.exp(lse[:, 0]).round(3).tolist()
     [1.0, 2.0, 3.0]
     """
-    form = form_of(q, k, v, scale, causal, out, lse, isa_choice(isa))
+    form = form_of(q, k, v, scale, causal, out, lse, isa_choice(isa), tiling)
     call = _calls.find(form)
     if call is None:
-        prepared = _check(form, q, k, v, scale, causal, out, lse, isa)
+        prepared = _check(form, q, k, v, scale, causal, out, lse, isa, tiling)
     else:
         prepared = known_call(call, q, None, k, v, out, lse)
     check_flag("validate", validate)
@@ -98,7 +100,7 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
     return outputs.deliver()
 
 
-def _check(form: tuple, q, k, v, scale, causal, out, lse, isa) -> Prepared:
+def _check(form: tuple, q, k, v, scale, causal, out, lse, isa, tiling) -> Prepared:
     """Check a call's arguments; its form is remembered unless an array had to be copied."""
     given = q, k, v
     q = dense_rows(check_array("q", q, ("Tq", "H", "D")))
@@ -121,7 +123,7 @@ def _check(form: tuple, q, k, v, scale, causal, out, lse, isa) -> Prepared:
         causal=int(check_flag("causal", causal)), num_tokens=len(q), num_pages=len(k), **outputs.fields(),
     )  # fmt: skip
     arrays = Arrays(q, None, k, v, outputs.target, outputs.lse)
-    call = attention_call(problem, scale, 1.0, context_for(isa, NAMES[q.dtype]), arrays)
+    call = attention_call(problem, scale, 1.0, context_for(isa, NAMES[q.dtype], tiling, one_head=True), arrays)
     if all(x is y for x, y in zip((q, k, v), given, strict=True)) and outputs.target is outputs.out:
         _calls.keep(form, call)
     return Prepared(call, arrays, outputs)
