@@ -30,6 +30,7 @@ LAYERS = (
     ("attention",),
     ("layer",),
     ("info", "testing"),
+    ("lab",),
     ("public",),
     ("numba_mla",),
     ("check",),
