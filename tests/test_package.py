@@ -32,6 +32,7 @@ LAYERS = (
     ("info", "testing"),
     ("public",),
     ("numba_mla",),
+    ("lab",),
     ("check",),
     ("trial",),
     ("cli",),
