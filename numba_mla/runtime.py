@@ -26,6 +26,7 @@ from .memory import LINE
 NUMERICS_VERSION = 1
 
 _forced: ContextVar[str | None] = ContextVar("numba_mla_isa", default=None)
+_table: ContextVar[np.ndarray | None] = ContextVar("numba_mla_table", default=None)
 
 
 # How many blocks of code run with tile instructions emulated; emulation is the whole process's.
@@ -103,10 +104,11 @@ def _select(host: Host, dtype: str | None, forced: str | None) -> Isa:
 
 
 def isa_choice(argument: str | None) -> tuple:
-    """All that decides a call's instruction set: its argument, ``use_isa``, ``NUMBA_MLA_ISA``, emulated tiles."""
+    """All that decides a call's functions: its argument, ``use_isa``, ``NUMBA_MLA_ISA``, emulated tiles, a table."""
     if argument is None:
         argument = _forced.get() or os.environ.get("NUMBA_MLA_ISA")
-    return argument, _emulating[0] > 0
+    table = _table.get()
+    return argument, _emulating[0] > 0, None if table is None else id(table)
 
 
 def select_isa(argument: str | None = None, dtype: str | None = None) -> Isa:
@@ -129,7 +131,20 @@ def select_isa(argument: str | None = None, dtype: str | None = None) -> Isa:
 
 def context_for(argument: str | None = None, dtype: str | None = None) -> np.ndarray:
     """The table of functions for a call."""
+    table = _table.get()
+    if table is not None:
+        return table
     return build_context(select_isa(argument, dtype), host().triple)
+
+
+@contextlib.contextmanager
+def use_table(table: np.ndarray) -> Iterator[None]:
+    """Use this table of functions for the calls in this block, in this context alone, whatever ``isa`` they name."""
+    token = _table.set(table)
+    try:
+        yield
+    finally:
+        _table.reset(token)
 
 
 class Memory(NamedTuple):

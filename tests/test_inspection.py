@@ -7,8 +7,9 @@ import pytest
 
 import numba_mla
 from numba_mla import lab
+from numba_mla.isa.host import Host
 from numba_mla.isa.select import MODULES, available_isas, made_up_host
-from numba_mla.lab import mca
+from numba_mla.lab import inspection, mca
 
 DOTS = {"amx_bf16": "tdpbf16ps", "avx512bf16": "vdpbf16ps", "avx512f": "vfmadd231ps", "avx2": "vfmadd231ps"}
 
@@ -119,6 +120,15 @@ def test_straight_code_is_not_asked_about(no_mca):
     machine = made_up_host()
     record = MODULES["avx2"].record(machine)
     assert mca.view("", record, machine) == (None, "there is no loop", "")
+
+
+def test_another_architecture_has_no_assembler_for_ours(no_mca, monkeypatch):
+    """LLVM would end the process; what is written without text of the assembler can be read there too."""
+    monkeypatch.setattr(inspection, "host", lambda: Host("aarch64-apple-darwin", "apple-m1", "+neon"))
+    monkeypatch.setattr(inspection, "available_isas", lambda: ("generic",))
+    assert lab.inspect("decode", "amx_bf16")["score"].mix["tdpbf16ps"] == 4
+    with pytest.raises(numba_mla.IsaUnavailableError, match="got 'avx512bf16', which needs x86_64"):
+        lab.inspect("decode", "avx512bf16")
 
 
 def test_misuse():

@@ -3,6 +3,7 @@
 Not imported with the package: ``import numba_mla.lab``.
 """
 
+from .breakdown import Breakdown, breakdown
 from .inspection import Inspection, inspect
 
-__all__ = ["Inspection", "inspect"]
+__all__ = ["Breakdown", "Inspection", "breakdown", "inspect"]

@@ -10,6 +10,7 @@ from typing import Any
 from ..codegen import listing, module
 from ..codegen.blocks import dot_name, scaled_name, value_name
 from ..codegen.link import assembly
+from ..errors import IsaUnavailableError
 from ..isa import Isa, select
 from ..isa.host import Host
 from ..isa.select import made_up_host
@@ -148,7 +149,7 @@ def inspect(op: str, isa: str | None = None, tiling: Any = None) -> Inspection:
     Raises
     ------
     ValueError
-        If ``op`` is not one of these, or the instruction set is unknown.
+        If ``op`` is not one of these, or the instruction set is unknown or needs the assembler of another architecture.
 
     Notes
     -----
@@ -169,12 +170,23 @@ def inspect(op: str, isa: str | None = None, tiling: Any = None) -> Inspection:
     machine = host() if here else made_up_host()
     record = derive(select_isa(isa) if here else select(machine, forced=isa), tiling)
     stages = _attention_stages(record) if op in ATTENTION else _weight_stages(record)
-    text, code = module.build_module(record, machine.triple), _assembly(record, machine.triple)
+    text = module.build_module(record, machine.triple)
+    _check_assembler(record, text, machine)
+    code = _assembly(record, machine.triple)
     known = module.symbols(text)
     routines = [
         _read(stage, symbol, text, code, record, machine) for stage, symbol in stages.items() if symbol in known
     ]
     return Inspection(op, record.name, record.cpu, here, tuple(routines))
+
+
+def _check_assembler(record: Isa, text: str, machine: Host) -> None:
+    """LLVM's assembler is there for this machine's own architecture, and ends the process where it is missed."""
+    ours, theirs = (triple.partition("-")[0] for triple in (host().triple, machine.triple))
+    if " asm " in text and ours != theirs:
+        raise IsaUnavailableError(
+            f"isa: expected one whose text LLVM can assemble on {ours}, got {record.name!r}, which needs {theirs}"
+        )
 
 
 def derive(record: Isa, tiling: Any) -> Isa:
