@@ -17,7 +17,7 @@ from ..isa import Isa
 from ..kernels.context import build_context
 from ..runtime import use_table
 
-# Called once a worker, and with the work of neither stage.
+# Called once a worker, and the work of no stage.
 _NOT_TIMED = ("configure_tiles", "release_tiles")
 
 
