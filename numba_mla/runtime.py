@@ -16,6 +16,7 @@ from numba.core import config
 
 from . import isa as isas
 from .checks import FLOAT_DTYPES, address, describe
+from .codegen.link import find_spills
 from .errors import IsaUnavailableError
 from .isa import Isa, Tiling
 from .isa.host import Host, detect
@@ -29,6 +30,7 @@ _TILED = ("decode", "extend", "prefill")
 DEFAULT_TILING = Tiling()
 
 _forced: ContextVar[str | None] = ContextVar("numba_mla_isa", default=None)
+_table: ContextVar[np.ndarray | None] = ContextVar("numba_mla_table", default=None)
 
 
 # How many blocks of code run with tile instructions emulated; emulation is the whole process's.
@@ -106,10 +108,11 @@ def _select(host: Host, dtype: str | None, forced: str | None) -> Isa:
 
 
 def isa_choice(argument: str | None) -> tuple:
-    """All that decides a call's instruction set: its argument, ``use_isa``, ``NUMBA_MLA_ISA``, emulated tiles."""
+    """All that decides a call's functions: its argument, ``use_isa``, ``NUMBA_MLA_ISA``, emulated tiles, a table."""
     if argument is None:
         argument = _forced.get() or os.environ.get("NUMBA_MLA_ISA")
-    return argument, _emulating[0] > 0
+    table = _table.get()
+    return argument, _emulating[0] > 0, None if table is None else id(table)
 
 
 def select_isa(argument: str | None = None, dtype: str | None = None) -> Isa:
@@ -133,11 +136,23 @@ def select_isa(argument: str | None = None, dtype: str | None = None) -> Isa:
 def context_for(argument: str | None = None, dtype: str | None = None, tiling: Tiling | None = None,
                 one_head: bool = False) -> np.ndarray:  # fmt: skip
     """The table of functions for a call; ``one_head``: of attention over rows that are one head's of many."""
+    record, table = tiled_isa(argument, dtype, tiling, one_head), _table.get()
+    return build_context(record, host().triple) if table is None else table
+
+
+def tiled_isa(argument: str | None = None, dtype: str | None = None, tiling: Tiling | None = None,
+              one_head: bool = False) -> Isa:  # fmt: skip
+    """The record for a call, with its tiling."""
+    return _fit(select_isa(argument, dtype), check_tiling(tiling), one_head)
+
+
+def check_tiling(tiling: Tiling | None) -> Tiling:
+    """A call's tiling; None is one that leaves all as it is."""
     if tiling is None:
-        tiling = DEFAULT_TILING
-    elif not isinstance(tiling, Tiling):
+        return DEFAULT_TILING
+    if not isinstance(tiling, Tiling):
         raise TypeError(f"tiling: expected a Tiling or None, got {describe(tiling)}")
-    return build_context(_fit(select_isa(argument, dtype), tiling, one_head), host().triple)
+    return tiling
 
 
 def default_tiling(op: str, isa: str | None = None, dtype: str = "bfloat16") -> Tiling:
@@ -176,7 +191,22 @@ def default_tiling(op: str, isa: str | None = None, dtype: str = "bfloat16") -> 
 
 @cache
 def _fit(isa: Isa, tiling: Tiling, one_head: bool) -> Isa:
-    return isas.fit(isa, tiling, one_head)
+    """The record with a tiling; what the compiler made of a block of the caller's is looked at for spills."""
+    fitted = isas.fit(isa, tiling, one_head)
+    if fitted.tiling.score_block != isa.tiling.score_block or fitted.tiling.value_block != isa.tiling.value_block:
+        for symbol, lines in find_spills(fitted, host().triple).items():
+            raise isas.misfit(isa, tiling, f"{symbol} would spill: {len(lines)} times, such as {lines[0]!r}")
+    return fitted
+
+
+@contextlib.contextmanager
+def use_table(table: np.ndarray) -> Iterator[None]:
+    """Use this table of functions for the calls in this block, in this context alone, whatever ``isa`` they name."""
+    token = _table.set(table)
+    try:
+        yield
+    finally:
+        _table.reset(token)
 
 
 class Memory(NamedTuple):

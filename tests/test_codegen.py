@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from numba_mla import runtime
-from numba_mla.codegen import blocks, link, module, softmax
+from numba_mla.codegen import blocks, link, listing, module, softmax
 from numba_mla.codegen.vector import FLOATS, FORMATS, exp2_twin
 from numba_mla.isa import avx512f, host, select
 
@@ -403,20 +403,6 @@ def test_generic_assembly_for_other_machines(machine, present, absent):
     assert not re.search(absent, code)
 
 
-def inner_loop(code, symbol):
-    """The longest stretch between a label and the jump back to it, of one function."""
-    body = re.search(rf"^{symbol}:\n(.*?)^\.Lfunc_end", code, flags=re.MULTILINE | re.DOTALL).group(1)
-    lines = body.splitlines()
-    labels = {line[: line.index(":")]: i for i, line in enumerate(lines) if re.match(r"\.LBB\w+:", line)}
-    loops = [
-        lines[labels[target] : i]
-        for i, line in enumerate(lines)
-        for target in re.findall(r"\sj\w+\s+(\.LBB\w+)", line)
-        if labels.get(target, i) < i
-    ]
-    return max(loops, key=len)
-
-
 SAPPHIRE = fake_host("sapphirerapids", ",".join(f"+{name}" for name in (*avx512f.NEEDED, "avx", "avx512bf16")))
 NO_DOTS = fake_host("skylake-avx512", ",".join(f"+{name}" for name in (*avx512f.NEEDED, "avx")))
 RECORDS = [
@@ -434,9 +420,9 @@ def test_no_vector_spills_in_the_inner_loops(machine, name):
     dots, values = module.weight_shapes(record), module.value_shapes(record)
     names = [blocks.dot_name(*shape) for shape in dots] + [blocks.value_name(*shape) for shape in values]
     for symbol in ["score", *names]:
-        loop = inner_loop(code, symbol)
-        spills = [line for line in loop if re.search(r"\(%rsp\)", line) and re.search(r"%[xyz]mm", line)]
-        assert not spills, f"{symbol}: {spills[:3]}"
+        body = listing.function_body(code, symbol)
+        assert not listing.spills(body), symbol
+        loop = listing.instructions(listing.inner_loop(body))
         if name != "generic":
             dot = "vdpbf16ps" if name == "avx512bf16" else "vfmadd"
             register = "%ymm" if name == "avx2" else "%zmm"

@@ -7,12 +7,12 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from test_codegen import SAPPHIRE, at, draw_steps, function, inner_loop, join_keys, rows_of
+from test_codegen import SAPPHIRE, at, draw_steps, function, join_keys, rows_of
 from tile_programs import run
 
 import numba_mla
 from numba_mla import runtime
-from numba_mla.codegen import blocks, link, module, tiles
+from numba_mla.codegen import blocks, link, listing, module, tiles
 from numba_mla.isa import select
 from numba_mla.isa.amx_bf16 import TILES
 from numba_mla.machine import Yardstick
@@ -141,9 +141,10 @@ def test_assembly_has_dots_and_no_tile_traffic_but_operands():
     values = module.value_shapes(record)
     shapes = [(blocks.dot_name(*s), s) for s in dots] + [(blocks.value_name(*s), s) for s in values]
     for symbol, (rows, vectors) in shapes:
-        loop = inner_loop(code, symbol)
+        mix = listing.instruction_mix(listing.inner_loop(listing.function_body(code, symbol)))
         count = {
-            word: sum(word in line for line in loop) for word in ("tdpbf16ps", "tileloadd", "tilestored", "tilecfg")
+            word: sum(n for name, n in mix.items() if word in name)
+            for word in ("tdpbf16ps", "tileloadd", "tilestored", "tilecfg")
         }
         left, right = rows // ROWS, vectors
         assert count == {"tdpbf16ps": left * right, "tileloadd": left + right, "tilestored": 0, "tilecfg": 0}, symbol

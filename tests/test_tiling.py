@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import numba_mla
 from numba_mla import Tiling
+from numba_mla.codegen import link
 from numba_mla.isa import fit, select
 from numba_mla.isa.host import Host
 from numba_mla.runtime import host, select_isa
@@ -250,3 +251,20 @@ def test_reference_takes_and_ignores_it(rng):
     for operation, problem in problems(rng, np.dtype(np.float32)):
         reference = getattr(numba_mla.reference, operation.__name__)
         assert bits(reference(**problem, tiling=Tiling(lane_group=16))) == bits(reference(**problem))
+
+
+def test_a_block_that_the_compiler_spills_is_refused(rng):
+    """It may need more registers than its sums and operands: what came out of the compiler decides."""
+    problem = decode_problem(rng, 3, [40], 16, 64, 16, BFLOAT16)
+    refused = 0
+    for name in numba_mla.available_isas():
+        record = select_isa(name, "bfloat16")
+        if record.tiles is not None:
+            continue
+        for rows in range(1, record.blocks.registers):
+            tiling = Tiling(value_block=(rows, record.k_pack))
+            if link.find_spills(fit(record, tiling, may_spill=True), host().triple):
+                refused += 1
+                with pytest.raises(ValueError, match="would spill"):
+                    numba_mla.decode(**problem, isa=name, tiling=tiling)
+    assert refused

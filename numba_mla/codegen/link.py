@@ -15,6 +15,7 @@ import llvmlite.binding as llvm
 
 from ..isa import Isa
 from . import store
+from .listing import function_body, spills
 from .module import build_modules, symbols
 
 # Reentrant, for calls in signal handlers.
@@ -40,6 +41,14 @@ def assembly(isa: Isa, triple: str) -> str:
     """The assembly of a record's modules, for reading and for tests; any target's, not only this machine's."""
     machine = target_machine(isa, triple)
     return "".join(machine.emit_assembly(llvm.parse_assembly(text)) for text in build_modules(isa, triple))
+
+
+def find_spills(isa: Isa, triple: str) -> dict[str, list[str]]:
+    """Instructions that move a vector to or from the stack in inner loops of attention's products, by function."""
+    text, _ = build_modules(isa, triple)
+    code = target_machine(isa, triple).emit_assembly(llvm.parse_assembly(text))
+    found = {symbol: spills(function_body(code, symbol)) for symbol in symbols(text)}
+    return {symbol: lines for symbol, lines in found.items() if lines}
 
 
 def build_object(text: str, machine: llvm.TargetMachine) -> bytes:

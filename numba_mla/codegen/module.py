@@ -123,6 +123,14 @@ def symbols(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"^define \S+ @(\w+)\(", text, flags=re.MULTILINE))
 
 
+def function_text(text: str, symbol: str) -> str:
+    """One function of a module's text, from its header to its closing brace."""
+    found = re.search(rf"^define \S+ @{symbol}\(.*?^}}", text, flags=re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"symbol: expected a function of the module, got {symbol!r}")
+    return found[0]
+
+
 def _multiply_add(width: int) -> str:
     kind = f"<{width} x float>"
     return f"declare {kind} @llvm.fmuladd.v{width}f32({kind}, {kind}, {kind})"

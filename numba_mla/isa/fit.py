@@ -11,7 +11,7 @@ from .tiling import Tiling
 NUM_TILES = 8
 
 
-def fit(isa: Isa, tiling: Tiling, one_head: bool) -> Isa:
+def fit(isa: Isa, tiling: Tiling, one_head: bool = False, may_spill: bool = False) -> Isa:
     """A record with a tiling laid over its own.
 
     Parameters
@@ -20,6 +20,8 @@ def fit(isa: Isa, tiling: Tiling, one_head: bool) -> Isa:
     tiling : Tiling
     one_head : bool
         Whether rows are one head's of many.
+    may_spill : bool
+        Whether a register block may be larger than the registers, for somebody who wants to see what comes of it.
 
     Raises
     ------
@@ -28,10 +30,15 @@ def fit(isa: Isa, tiling: Tiling, one_head: bool) -> Isa:
     """
     base = replace(isa.tiling, lane_group=isa.prefill_group) if one_head else isa.tiling
     full = tiling.over(base)
-    reason = next(_misfits(isa, full), None)
-    if reason is not None:
-        raise ValueError(f"tiling: expected one that fits {isa.name}, got {tiling}: {reason}")
+    reasons = [*_misfits(isa, full), *(() if may_spill else _spills(isa, full))]
+    if reasons:
+        raise misfit(isa, tiling, reasons[0])
     return replace(isa, blocks=replace(isa.blocks, tiling=full))
+
+
+def misfit(isa: Isa, tiling: Tiling, reason: str) -> ValueError:
+    """The error for a tiling that does not fit."""
+    return ValueError(f"tiling: expected one that fits {isa.name}, got {tiling}: {reason}")
 
 
 def _misfits(isa: Isa, tiling: Tiling) -> Iterator[str]:
@@ -54,6 +61,12 @@ def _vector_misfits(isa: Isa, tiling: Tiling) -> Iterator[str]:
             yield f"{name} {getattr(tiling, name)} is not divided by the {isa.k_pack} keys of a dot step"
     if tiling.interleave == "separate" and isa.k_pack == 1:
         yield "interleave 'separate': single values of float32 are not interleaved"
+
+
+def _spills(isa: Isa, tiling: Tiling) -> Iterator[str]:
+    """Blocks that are too large for the registers, whatever the compiler does."""
+    if isa.tiles is not None:
+        return
     for name in ("score_block", "value_block"):
         rows, vectors = getattr(tiling, name)
         if rows * vectors + vectors > isa.blocks.registers:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from ..errors import IsaUnavailableError
 from . import amx_bf16, avx2, avx512bf16, avx512f, generic
-from .host import Host
+from .host import TILE_FEATURES, Host
 from .record import Isa
 
 # Best first. Each module says whether it runs on a host, and gives its record for it.
@@ -22,6 +22,12 @@ MODULES: dict[str, ModuleType] = {
 def available_isas(host: Host) -> tuple[str, ...]:
     """Names of the instruction sets that a host can run, best first."""
     return tuple(name for name, module in MODULES.items() if module.runs_on(host))
+
+
+def made_up_host() -> Host:
+    """A machine that runs every instruction set, whose code can be read where this one would not run it."""
+    features = {"avx", "avx512bf16", "avx512vbmi", *avx512f.NEEDED, *TILE_FEATURES}
+    return Host("x86_64-unknown-linux-gnu", "sapphirerapids", ",".join(f"+{name}" for name in sorted(features)), True)
 
 
 def select(host: Host, dtype: str | None = None, forced: str | None = None) -> Isa:

@@ -1,5 +1,10 @@
-"""The laboratory: what a tiling costs, where the time goes, what the machine code looks like, and pictures of it."""
+"""The laboratory: what a tiling costs, where the time goes, what the machine code looks like, and pictures of it.
 
+Not imported with the package: ``import numba_mla.lab``.
+"""
+
+from .breakdown import Breakdown, breakdown
+from .inspection import Inspection, inspect
 from .plots import heatmap, roofline
 
-__all__ = ["heatmap", "roofline"]
+__all__ = ["Breakdown", "Inspection", "breakdown", "heatmap", "inspect", "roofline"]
