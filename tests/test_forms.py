@@ -16,9 +16,9 @@ def problem(rng):
     out, lse = numba_mla.decode(**problem)
     problem |= {"out": out, "lse": lse}
     numba_mla.decode(**problem)
-    known = len(attention._calls._known)
+    known = len(attention._decodes._known)
     numba_mla.decode(**problem)
-    assert len(attention._calls._known) == known
+    assert len(attention._decodes._known) == known
     return problem
 
 
@@ -124,10 +124,83 @@ def test_known_extends_prefills_and_products(rng):
             numba_mla.bmm(a, packed, out=buffer[7:13].reshape(1, 2, 3))
 
 
-def test_forms_are_forgotten_when_they_are_too_many():
-    known = forms.Forms()
+def test_calls_are_forgotten_when_they_are_too_many():
+    known, arrays = forms.Calls(), (np.zeros(3), None)
     for n in range(3 * forms._MOST):
-        known.keep(forms.form_of(n), n)
-        assert known.find(forms.form_of(n)) == n
+        known.keep((n,), arrays, n)
+        assert known.last((n,)) == known.find((n,), arrays) == n
         assert len(known._known) <= forms._MOST
-    assert known.find(forms.form_of([1])) is None
+        assert len(known._last) <= forms._MOST
+    assert known.last(([1],)) is None
+
+
+def test_what_is_no_array_is_not_looked_into():
+    """Numbers, text and lists have no shape where an array has one."""
+    known = forms.Calls()
+    known.keep((), (np.zeros(3),), "call")
+    for other in (1.0, "text", [np.zeros(3)], object(), np.float64(1)):
+        assert known.find((), (other,)) is None
+    assert known.find((), (np.ones(3),)) == "call"
+    for other in (np.zeros(4), np.zeros((3, 1)), np.zeros(3, np.float32), np.zeros(6)[::2], np.zeros((1,) * 7), None):
+        assert known.find((), (other,)) is None
+
+
+@pytest.mark.parametrize("name", ["q", "kv_cache", "block_table", "seq_lens", "out", "lse"])
+def test_each_array_is_held_to_its_form(problem, name):
+    """After a call with these settings, anything else in an array's place is refused, or computed as what it is."""
+    right = problem["out"].copy(), problem["lse"].copy()
+    array = problem[name]
+    for wrong in (1.5, "text", object(), array[..., None], array[:0], array.astype(np.complex64), array.byteswap()[0]):
+        with pytest.raises((ValueError, TypeError), match=f"^({name}|q|seq_lens|block_table|kv_cache): expected"):
+            numba_mla.decode(**problem | {name: wrong})
+    strided = np.empty((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)[..., ::2]
+    strided[...] = array
+    if name != "kv_cache":
+        out, lse = numba_mla.decode(**problem | {name: strided})
+        np.testing.assert_array_equal(out, right[0])
+        np.testing.assert_array_equal(lse, right[1])
+    numba_mla.decode(**problem)
+    np.testing.assert_array_equal(problem["out"], right[0])
+
+
+def test_integers_of_any_kind(problem):
+    """Metadata of 4 and 8 bytes, in any strides, lists and other integers, in turns."""
+    right = problem["out"].copy()
+    lengths, table = problem["seq_lens"], problem["block_table"]
+    wide = np.repeat(np.asarray(table, np.int64), 2, axis=1)
+    kinds = [np.int32, np.int64, np.uint8, np.int16, ">i8", list]
+    for _ in range(2):
+        for kind in kinds:
+            other = np.asarray(lengths).tolist() if kind is list else np.asarray(lengths).astype(kind)
+            pages = table.tolist() if kind is list else table.astype(kind)
+            problem["out"][:] = np.nan
+            numba_mla.decode(**problem | {"seq_lens": other, "block_table": pages})
+            np.testing.assert_array_equal(problem["out"], right)
+        problem["out"][:] = np.nan
+        numba_mla.decode(**problem | {"block_table": wide[:, ::2]})
+        np.testing.assert_array_equal(problem["out"], right)
+
+
+def test_outputs_are_made_in_the_dtype_of_the_queries(problem):
+    """Whatever the call before was given."""
+    numba_mla.decode(**problem)
+    half = {name: problem[name].astype(np.float16) for name in ("q", "kv_cache")} | {"out": None, "lse": None}
+    for out in (None, np.empty(problem["out"].shape, np.float32), None):
+        result, _ = numba_mla.decode(**problem | half | {"out": out})
+        assert result.dtype == (np.float16 if out is None else np.float32)
+
+
+def test_products_hold_their_arrays_to_their_forms():
+    """A weight without elements of k, too."""
+    for k in (4, 0):
+        packed = numba_mla.pack_weight(np.ones((2, 3, k), np.float32))
+        a, out = np.ones((2, 5, k), np.float32), np.empty((2, 5, 3), np.float32)
+        for _ in range(2):
+            assert (numba_mla.bmm(a, packed, out=out) == k).all()
+            for wrong in (a[0], a[:1], a.astype(np.float64), a.tolist(), 1.0):
+                with pytest.raises((ValueError, TypeError), match=r"^a: expected"):
+                    numba_mla.bmm(wrong, packed, out=out)
+            for wrong in (out[:, :4], out.astype(np.float16), "out"):
+                with pytest.raises((ValueError, TypeError), match=r"^out: expected"):
+                    numba_mla.bmm(a, packed, out=wrong)
+            assert (numba_mla.bmm(a[:, :2], packed) == k).all()

@@ -60,7 +60,7 @@ from .scratch import (
     workspace_bytes,
 )
 from .source import fetch
-from .validity import DONE, refuse
+from .validity import DONE, admit
 
 LOG2_E = 1 / math.log(2)
 
@@ -254,10 +254,11 @@ def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots,
 
 
 @kernel
-def _work(worker, context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items, groups,
-          longest_run, next_item, workspace, num_workers):  # fmt: skip
+def _work(worker, context, placed, score_scale, value_scale, metadata, plan, next_item, workspace, num_workers):
     """One worker: take items until there are none."""
-    p = unpack(packed)
+    p = unpack(placed)
+    seq_lens, query_start_loc, table = metadata
+    items, groups, _, longest_run = plan
     size = lay_out(context, p, longest_run, numba.int64(0)).end
     scratch = lay_out(context, p, longest_run, workspace + worker * size)
     for at in range(scratch.zeros, scratch.states, 8):
@@ -276,36 +277,39 @@ def _work(worker, context, packed, score_scale, value_scale, seq_lens, query_sta
 
 
 @kernel
-def _cut(context, p):
-    """How the tiling has work cut."""
-    return Cut(context[LANE_GROUP], few_lanes(context, p), context[LEAST_LANES], context[KV_SPLIT],
-               context[ITEM_ORDER])  # fmt: skip
+def _prepare(context, packed, forms, apart, checks, arrays, num_workers):
+    """Check a call's arrays and plan its work: a status, the problem with its addresses, metadata, and the plan."""
+    status, placed, seq_lens, query_start_loc, table = admit(packed, forms, apart, checks, arrays)
+    if status != DONE:
+        query_start_loc = np.zeros(1, np.int64)
+        seq_lens = query_start_loc[:0]
+    p = unpack(placed)
+    cut = Cut(context[LANE_GROUP], few_lanes(context, p), context[LEAST_LANES], context[KV_SPLIT], context[ITEM_ORDER])
+    plan = plan_attention(seq_lens, query_start_loc, p.num_heads, p.group_heads, p.causal, cut, num_workers)
+    return status, placed, (seq_lens, query_start_loc, table), plan
 
 
 @kernel(entry=True)
-def attention_serial(context, packed, apart, score_scale, value_scale, seq_lens, query_start_loc, table, checks,
-                     workspace, workspace_size, num_workers):  # fmt: skip
+def attention_serial(context, packed, forms, apart, score_scale, value_scale, checks, q, q_pe, keys, values, out, lse,
+                     seq_lens, query_start_loc, table, workspace, workspace_size, num_workers):  # fmt: skip
     """Check, plan, and run all items in the calling thread; as ``attention_parallel``."""
-    status = refuse(packed, apart, seq_lens, query_start_loc, table, checks)
+    arrays = (q, q_pe, keys, values, out, lse, seq_lens, query_start_loc, table)
+    one = numba.int64(1)
+    status, placed, metadata, plan = _prepare(context, packed, forms, apart, checks, arrays, one)
     if status != DONE:
         return status
-    p = unpack(packed)
-    items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, p.num_heads, p.group_heads, p.causal, _cut(context, p), numba.int64(1)
-    )
-    workers = min(numba.int64(1), len(items))
-    needed = workspace_bytes(context, p, longest_run, num_slots, workers)
+    _, _, num_slots, longest_run = plan
+    needed = workspace_bytes(context, unpack(placed), longest_run, num_slots, one)
     if needed > workspace_size:
         return needed
-    if workers > 0:
-        _work(numba.int64(0), context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items,
-              groups, longest_run, np.zeros(1, np.int64), workspace, numba.int64(1))  # fmt: skip
+    _work(numba.int64(0), context, placed, score_scale, value_scale, metadata, plan, np.zeros(1, np.int64), workspace,
+          one)  # fmt: skip
     return DONE
 
 
 @kernel(entry=True, parallel=True)
-def attention_parallel(context, packed, apart, score_scale, value_scale, seq_lens, query_start_loc, table,
-                       checks, workspace, workspace_size, num_workers):  # fmt: skip
+def attention_parallel(context, packed, forms, apart, score_scale, value_scale, checks, q, q_pe, keys, values, out,
+                       lse, seq_lens, query_start_loc, table, workspace, workspace_size, num_workers):  # fmt: skip
     """Check, plan, and run all items, by as many workers as asked for.
 
     All in one call, so that what Python does before and after a kernel, which finds the caches full of the
@@ -316,15 +320,17 @@ def attention_parallel(context, packed, apart, score_scale, value_scale, seq_len
     context : int64 array
         The instruction set's table.
     packed : int64 array
-        The problem.
+        The problem, with offsets in the place of addresses.
+    forms : int64 (ARRAYS, FORM_SIZE)
+        What the arrays must look like.
     apart : int64 (n, 4)
         Arrays and outputs that must not meet, as ``may_meet`` has it.
     score_scale, value_scale : float
         Factors on scores and values.
-    seq_lens, query_start_loc, table : int64 arrays
-        Metadata, not yet checked.
     checks : int
-        Which of them to check: STARTS, PAGES or NEW_TOKENS.
+        Which metadata to check: STARTS, PAGES or NEW_TOKENS.
+    q, q_pe, keys, values, out, lse, seq_lens, query_start_loc, table : address
+        The arrays' objects; 0 for none.
     workspace : address
     workspace_size : int
         Its bytes.
@@ -334,23 +340,21 @@ def attention_parallel(context, packed, apart, score_scale, value_scale, seq_len
     Returns
     -------
     int
-        DONE; or the bytes of workspace that the call needs, if that is more than it has; or why it is
-        refused, MAY_MEET or BAD_METADATA. Nothing is written then.
+        DONE; or the bytes of workspace that the call needs, if that is more than it has; or why it is refused:
+        OTHER_FORM, MAY_MEET or BAD_METADATA. Nothing is written then.
     """
-    status = refuse(packed, apart, seq_lens, query_start_loc, table, checks)
+    arrays = (q, q_pe, keys, values, out, lse, seq_lens, query_start_loc, table)
+    status, placed, metadata, plan = _prepare(context, packed, forms, apart, checks, arrays, num_workers)
     if status != DONE:
         return status
-    p = unpack(packed)
-    items, groups, num_slots, longest_run = plan_attention(
-        seq_lens, query_start_loc, p.num_heads, p.group_heads, p.causal, _cut(context, p), num_workers
-    )
+    items, _, num_slots, longest_run = plan
     workers = min(num_workers, len(items))
-    needed = workspace_bytes(context, p, longest_run, num_slots, workers)
+    needed = workspace_bytes(context, unpack(placed), longest_run, num_slots, workers)
     if needed > workspace_size:
         return needed
     next_item = np.zeros(1, np.int64)
     for worker in numba.prange(workers):
         # prange counts in unsigned integers, for which all that is called would be compiled again.
-        _work(numba.int64(worker), context, packed, score_scale, value_scale, seq_lens, query_start_loc, table, items,
-              groups, longest_run, next_item, workspace, workers)  # fmt: skip
+        _work(numba.int64(worker), context, placed, score_scale, value_scale, metadata, plan, next_item, workspace,
+              workers)  # fmt: skip
     return DONE

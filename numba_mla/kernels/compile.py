@@ -25,10 +25,12 @@ from ..codegen import store
 
 @cache
 def source_hash() -> str:
-    """A hash of all kernel sources, of Numba and of its settings that change code."""
+    """A hash of all kernel sources, of Numba and of what else changes code."""
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    settings = (numba.__version__, llvmlite.__version__, str(config.CPU_NAME), str(config.CPU_FEATURES),
-                str(config.OPT), str(config.BOUNDSCHECK), str(config.DEBUGINFO_DEFAULT))  # fmt: skip
+    # The head of a Python object is a constant in kernels that read arrays.
+    settings = (numba.__version__, llvmlite.__version__, str(object.__basicsize__), str(config.CPU_NAME),
+                str(config.CPU_FEATURES), str(config.OPT), str(config.BOUNDSCHECK),
+                str(config.DEBUGINFO_DEFAULT))  # fmt: skip
     return store.content_hash(*(hashlib.sha256(source).hexdigest() for source in sources), *settings)
 
 

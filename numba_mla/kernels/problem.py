@@ -62,6 +62,13 @@ class Problem(NamedTuple):
         return np.array(self, np.int64)
 
 
+# Arrays of a call, in the order in which kernels are told of their objects; the first ones have an address in the
+# problem, the others are metadata. 0 stands for one that is not there: queries in one array, values in their key rows.
+ARRAYS = ("q", "q_pe", "keys", "values", "out", "lse", "seq_lens", "query_start_loc", "table")
+Q, Q_PE, KEYS, VALUES, OUT, LSE, SEQ_LENS, QUERY_START_LOC, TABLE = range(len(ARRAYS))
+ADDRESSES = tuple(Problem._fields.index(name) for name in ARRAYS[:SEQ_LENS])
+
+
 @kernel
 def unpack(n):
     """The problem from its packed integers."""

@@ -8,6 +8,7 @@ import numba
 import numpy as np
 
 from ..memory import LINE
+from .arrays import first_element, has_form
 from .compile import kernel
 from .context import (
     CLEAR,
@@ -30,7 +31,7 @@ from .context import (
 )
 from .memory import call, fetch_add
 from .rows import padded_width
-from .validity import DONE, MAY_MEET, may_meet
+from .validity import DONE, MAY_MEET, OTHER_FORM, may_meet
 
 # Rows of a and elements of k that one pass takes: a's rows and a panel stay in the second-level cache, and a panel
 # that is converted first, fewer elements of it, in the first-level one. k is cut for the caches alone: sums go on
@@ -82,6 +83,10 @@ class Product(NamedTuple):
     def packed(self) -> np.ndarray:
         """The fields as an int64 array: one cheap argument instead of many."""
         return np.array(self, np.int64)
+
+
+# Arrays of a call, in the order in which kernels are told of their objects; 0 stands for no scales.
+ADDRESSES = tuple(Product._fields.index(name) for name in ("a", "w", "scales", "out"))
 
 
 class Scratch(NamedTuple):
@@ -285,27 +290,43 @@ def _work(worker, context, packed, scale, num_items, next_item, workspace):
         call(context[RELEASE_TILES], ())
 
 
+@kernel
+def _admit(packed, forms, apart, arrays):
+    """Why a call must not run, or DONE; and the product with its addresses."""
+    placed = packed.copy()
+    for i in range(len(ADDRESSES)):
+        if not has_form(arrays[i], forms[i]):
+            return OTHER_FORM, placed
+        if arrays[i] != 0:
+            placed[ADDRESSES[i]] = first_element(arrays[i])
+    return (MAY_MEET if may_meet(placed, apart) else DONE), placed
+
+
 @kernel(entry=True)
-def product_serial(context, packed, apart, scale, workspace, workspace_size, num_workers):
+def product_serial(context, packed, forms, apart, scale, a, w, scales, out, workspace, workspace_size,
+                   num_workers):  # fmt: skip
     """Check, and run all items in the calling thread; as ``product_parallel``."""
-    if may_meet(packed, apart):
-        return MAY_MEET
+    status, placed = _admit(packed, forms, apart, (a, w, scales, out))
+    if status != DONE:
+        return status
     needed = workspace_bytes(context, numba.int64(1))
     if needed > workspace_size:
         return needed
-    _work(numba.int64(0), context, packed, scale, _count_items(context, packed), np.zeros(1, np.int64), workspace)
+    _work(numba.int64(0), context, placed, scale, _count_items(context, placed), np.zeros(1, np.int64), workspace)
     return DONE
 
 
 @kernel(entry=True, parallel=True)
-def product_parallel(context, packed, apart, scale, workspace, workspace_size, num_workers):
+def product_parallel(context, packed, forms, apart, scale, a, w, scales, out, workspace, workspace_size,
+                     num_workers):  # fmt: skip
     """Check, and run all items, by as many workers as asked for.
 
-    As ``attention_parallel``, with its results: DONE, MAY_MEET, or bytes of workspace.
+    As ``attention_parallel``, with its results: DONE, OTHER_FORM, MAY_MEET, or bytes of workspace.
     """
-    if may_meet(packed, apart):
-        return MAY_MEET
-    num_items = _count_items(context, packed)
+    status, placed = _admit(packed, forms, apart, (a, w, scales, out))
+    if status != DONE:
+        return status
+    num_items = _count_items(context, placed)
     workers = min(num_workers, num_items)
     needed = workspace_bytes(context, workers)
     if needed > workspace_size:
@@ -313,5 +334,5 @@ def product_parallel(context, packed, apart, scale, workspace, workspace_size, n
     next_item = np.zeros(1, np.int64)
     for worker in numba.prange(workers):
         # prange counts in unsigned integers, for which all that is called would be compiled again.
-        _work(numba.int64(worker), context, packed, scale, num_items, next_item, workspace)
+        _work(numba.int64(worker), context, placed, scale, num_items, next_item, workspace)
     return DONE

@@ -5,12 +5,16 @@ The caller, who knows the arguments' names, says in words what is wrong.
 
 from __future__ import annotations
 
-from ..checks import MAX_POSITIONS
-from .compile import kernel
-from .problem import ENDLESS, unpack
+import numpy as np
 
-# Nothing is wrong; an output's span of memory meets that of another array; metadata do not fit the arrays.
-DONE, MAY_MEET, BAD_METADATA = 0, -1, -2
+from ..checks import MAX_POSITIONS
+from .arrays import first_element, has_form, read_integers, read_table
+from .compile import kernel
+from .problem import ADDRESSES, ENDLESS, Q_PE, QUERY_START_LOC, SEQ_LENS, TABLE, Q, unpack
+
+# Nothing is wrong; an output's span of memory meets that of another array; metadata do not fit the arrays; an array is
+# not of the form that was checked.
+DONE, MAY_MEET, BAD_METADATA, OTHER_FORM = 0, -1, -2, -3
 # Which metadata are checked: where queries begin, always; lengths and pages too; that new tokens are counted, too.
 STARTS, PAGES, NEW_TOKENS = range(3)
 
@@ -80,10 +84,69 @@ def _new_tokens_hold(seq_lens, starts):
 
 
 @kernel
-def refuse(packed, apart, seq_lens, query_start_loc, table, checks):
-    """Why a call must not run, or DONE; the shapes of the metadata agree."""
-    p = unpack(packed)
-    if may_meet(packed, apart):
+def _place(packed, arrays):
+    """The problem with the arrays' addresses; one array may hold both parts of the queries."""
+    placed = packed.copy()
+    for i in range(len(ADDRESSES)):
+        array = arrays[Q] if i == Q_PE and arrays[Q_PE] == 0 else arrays[i]
+        if array != 0:
+            placed[ADDRESSES[i]] += first_element(array)
+    return placed
+
+
+@kernel
+def _read_row_metadata(forms, arrays):
+    """Metadata of rows that follow one another: lengths, where queries begin, and where rows do, as a table."""
+    query_start_loc = read_integers(arrays[QUERY_START_LOC], forms[QUERY_START_LOC])
+    starts = query_start_loc
+    if arrays[TABLE] != 0:
+        starts = read_integers(arrays[TABLE], forms[TABLE])
+    num_requests = len(starts) - 1
+    seq_lens, table = np.empty(num_requests, np.int64), np.empty((num_requests, 1), np.int64)
+    for r in range(num_requests):
+        seq_lens[r] = starts[r + 1] - starts[r]
+        table[r, 0] = starts[r]
+    return seq_lens, query_start_loc, table
+
+
+@kernel
+def _read_page_metadata(p, forms, arrays):
+    """Metadata of pages: lengths, where queries begin (one each, if it is not said), and the block table's used part.
+
+    Without a table, page r is request r.
+    """
+    seq_lens = read_integers(arrays[SEQ_LENS], forms[SEQ_LENS])
+    query_start_loc = np.arange(len(seq_lens) + 1)
+    if arrays[QUERY_START_LOC] != 0:
+        query_start_loc = read_integers(arrays[QUERY_START_LOC], forms[QUERY_START_LOC])
+    if arrays[TABLE] == 0:
+        return seq_lens, query_start_loc, np.arange(len(seq_lens)).reshape(-1, 1)
+    return seq_lens, query_start_loc, read_table(arrays[TABLE], forms[TABLE], seq_lens, p.block_size)
+
+
+@kernel
+def admit(packed, forms, apart, checks, arrays):
+    """Why a call must not run, or DONE; the problem with its addresses, and the metadata as int64.
+
+    Shapes of the metadata agree with one another in every form that was checked.
+    """
+    nothing = np.zeros(0, np.int64)
+    for i in range(len(arrays)):
+        if not has_form(arrays[i], forms[i]):
+            return OTHER_FORM, packed, nothing, nothing, nothing.reshape(0, 1)
+    placed = _place(packed, arrays)
+    p = unpack(placed)
+    if p.block_size == ENDLESS:
+        seq_lens, query_start_loc, table = _read_row_metadata(forms, arrays)
+    else:
+        seq_lens, query_start_loc, table = _read_page_metadata(p, forms, arrays)
+    return _refuse(placed, p, apart, checks, seq_lens, query_start_loc, table), placed, seq_lens, query_start_loc, table
+
+
+@kernel
+def _refuse(placed, p, apart, checks, seq_lens, query_start_loc, table):
+    """Why a call must not run, or DONE."""
+    if may_meet(placed, apart):
         return MAY_MEET
     if not _starts_hold(query_start_loc, p.num_tokens):
         return BAD_METADATA

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..checks import check_array, check_count, check_flag, check_integers, check_scale, dense_rows, describe
 from ..kernels.problem import Problem
-from ..kernels.validity import BAD_METADATA, NEW_TOKENS, PAGES, STARTS
+from ..kernels.validity import NEW_TOKENS, PAGES, STARTS
 from ..runtime import context_for, isa_choice
 from .elements import CODES, NAMES
-from .forms import Forms, form_of
-from .launch import Arrays, AttentionCall, Prepared, attention_call, known_call, prepare_outputs, run_attention
+from .forms import Calls, Prepared, serve
+from .launch import (
+    Arrays,
+    AttentionCall,
+    attention_call,
+    dense_output,
+    integers,
+    metadata,
+    output_fields,
+    prepare_outputs,
+    run_attention,
+)
 from .pages import check_pages, check_row_dtype, check_used_pages, read_block_table
 
-_calls: Forms[AttentionCall] = Forms()
+_decodes: Calls[AttentionCall] = Calls()
+_extends: Calls[AttentionCall] = Calls()
 
 
 def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache_scale=None, out=None, lse=None,
@@ -80,10 +93,10 @@ def decode(q, kv_cache, block_table, seq_lens, *, scale, kv_lora_rank=512, cache
     >>> out.shape, float(np.exp(lse[0, 0]).round(3))
     ((1, 3, 4), 5.0)
     """
-    lengths = check_integers("seq_lens", seq_lens, ("B",))
-    prepared = _prepare(lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, False, out, lse, isa, tiling)
-    checks = PAGES if check_flag("validate", validate) else STARTS
-    return _attend(prepared, block_table, lengths, np.arange(len(lengths) + 1), checks)
+    latent, rotary = _parts(q)
+    lengths, table = integers("seq_lens", seq_lens, ("B",)), _table(block_table)
+    arrays = Arrays(latent, rotary, kv_cache, None, out, lse, lengths, None, table)
+    return _attend(_decodes, arrays, q, scale, kv_lora_rank, cache_scale, False, isa, tiling, validate)
 
 
 def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lora_rank=512, cache_scale=None,
@@ -150,39 +163,61 @@ def extend(q, kv_cache, block_table, seq_lens, query_start_loc, *, scale, kv_lor
     >>> np.exp(lse[:, 0]).round(3).tolist()
     [3.0, 4.0, 5.0]
     """
-    prepared = _prepare(None, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa, tiling)
-    starts = check_integers("query_start_loc", query_start_loc, ("B + 1",))
-    lengths = check_integers("seq_lens", seq_lens, ("B",))
-    if len(lengths) != len(starts) - 1:
-        check_start_locations("query_start_loc", starts, len(prepared.arrays.q), "q")
-        check_integers("seq_lens", lengths, (len(starts) - 1,))
-    checks = NEW_TOKENS if check_flag("validate", validate) else STARTS
-    return _attend(prepared, block_table, lengths, starts, checks)
+    latent, rotary = _parts(q)
+    lengths, starts = integers("seq_lens", seq_lens, ("B",)), integers("query_start_loc", query_start_loc, ("B + 1",))
+    arrays = Arrays(latent, rotary, kv_cache, None, out, lse, lengths, starts, _table(block_table))
+    return _attend(_extends, arrays, q, scale, kv_lora_rank, cache_scale, causal, isa, tiling, validate)
 
 
-def _prepare(lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa, tiling) -> Prepared:
-    """Check a call's arguments, or know their form, and make its outputs; ``lengths`` are one a token, or None."""
-    parts = tuple(q) if isinstance(q, (tuple, list)) else (q,)
-    form = form_of(*parts, isinstance(q, np.ndarray), kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse,
-                   isa_choice(isa), tiling, None if lengths is None else len(lengths))  # fmt: skip
-    call = _calls.find(form)
-    if call is None:
-        return _check(form, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa, tiling)
-    q_pe = parts[1] if len(parts) == 2 else None
-    return known_call(call, parts[0], q_pe, kv_cache, None, out, lse)
+def _parts(q) -> tuple[Any, Any]:
+    """The queries' array and None, or its two parts; what is neither goes on to be refused."""
+    return (q[0], q[1]) if type(q) in (tuple, list) and len(q) == 2 else (q, None)
 
 
-def _check(form: tuple, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, causal, out, lse, isa,
-           tiling) -> Prepared:  # fmt: skip
-    """Check a call's arguments; its form is remembered unless an array had to be copied."""
-    parts, rank, width = _check_queries(q, "T" if lengths is None else "B", kv_lora_rank)
+def _table(block_table):
+    """The block table as it is, if an array or None."""
+    return None if block_table is None else integers("block_table", block_table, ("B", "M"))
+
+
+def _attend(calls: Calls[AttentionCall], arrays: Arrays, q, scale, kv_lora_rank, cache_scale, causal, isa, tiling,
+            validate) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Run a call like one that was checked before, or check it."""
+    # Numbers that are equal and of other types are other settings: 1.0, 1 and True.
+    settings = (type(q), type(scale), scale, type(kv_lora_rank), kv_lora_rank, type(cache_scale), cache_scale,
+                type(causal), causal, isa_choice(isa), tiling, type(validate), validate)  # fmt: skip
+
+    def prepare() -> Prepared[AttentionCall]:
+        return _prepare(arrays, q, scale, kv_lora_rank, cache_scale, causal, isa, tiling, validate)
+
+    done = serve(calls, settings, arrays, prepare, lambda call, filled: run_attention(call, filled, _inputs, _explain))
+    return done.out, done.lse
+
+
+def _inputs(arrays: Arrays) -> dict[str, np.ndarray]:
+    """What outputs must not meet."""
+    queries = {"q": arrays.q} if arrays.q_pe is None else {"q_latent": arrays.q, "q_pe": arrays.q_pe}
+    return queries | {"kv_cache": arrays.keys}
+
+
+def _prepare(
+    given: Arrays, q, scale, kv_lora_rank, cache_scale, causal, isa, tiling, validate
+) -> Prepared[AttentionCall]:
+    """Check all arguments but what metadata hold; a decode has no start locations."""
+    of_decode = given.query_start_loc is None
+    lengths = metadata("seq_lens", given.seq_lens, ("B",))
+    parts, rank, width = _check_queries(q, "B" if of_decode else "T", kv_lora_rank)
     latent, rotary = parts[0], parts[-1]
-    if lengths is not None:
-        check_integers("seq_lens", lengths, (len(latent),))
-    pages = check_pages(kv_cache, rank, width, cache_scale)
+    starts = _check_requests(given, lengths, len(latent))
+    table = None if given.table is None else metadata("block_table", given.table, (len(lengths), "M"))
+    pages = check_pages(given.keys, rank, width, cache_scale)
     check_row_dtype("q", latent, pages)
     scale = check_scale("scale", scale)
-    outputs = prepare_outputs(out, lse, (*latent.shape[:2], rank), latent.dtype)
+    causal = check_flag("causal", causal)
+    checks = STARTS
+    if check_flag("validate", validate):
+        checks = PAGES if of_decode else NEW_TOKENS
+    out, lse = prepare_outputs(given.out, given.lse, (*latent.shape[:2], rank), latent.dtype)
+    target = dense_output(out)
     problem = Problem(
         0, latent.strides[0], latent.strides[1],
         q_pe=0 if len(parts) == 2 else rank * latent.itemsize, q_pe_token_stride=rotary.strides[0],
@@ -191,16 +226,24 @@ def _check(form: tuple, lengths, q, kv_cache, scale, kv_lora_rank, cache_scale, 
         keys=0, key_page_stride=pages.page_stride, key_row_stride=pages.row_stride, key_head_stride=0,
         values=0, value_page_stride=0, value_row_stride=0, value_head_stride=0,
         row_element=pages.element, block_size=pages.block_size, width=width, value_width=rank,
-        causal=int(check_flag("causal", causal)), num_tokens=len(latent), num_pages=len(kv_cache), **outputs.fields(),
+        causal=int(causal), num_tokens=len(latent), num_pages=len(given.keys), **output_fields(target, lse),
     )  # fmt: skip
-    arrays = Arrays(latent, rotary if len(parts) == 2 else None, kv_cache, None, outputs.target, outputs.lse)
-    # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
+    arrays = Arrays(latent, rotary if len(parts) == 2 else None, given.keys, None, target, lse, lengths, starts, table)
     context = context_for(isa, NAMES[latent.dtype], tiling)
-    call = attention_call(problem, scale * pages.scale, pages.scale, context, arrays)
-    given = q if isinstance(q, (tuple, list)) else (q,)
-    if all(part is x for part, x in zip(parts, given, strict=True)) and outputs.target is outputs.out:
-        _calls.keep(form, call)
-    return Prepared(call, arrays, outputs)
+    # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
+    return Prepared(attention_call(problem, scale * pages.scale, pages.scale, context, arrays, checks), arrays, out)
+
+
+def _check_requests(given: Arrays, lengths: np.ndarray, num_tokens: int) -> np.ndarray | None:
+    """Start locations, if there are any; as many requests, with as many tokens, in all arrays."""
+    if given.query_start_loc is None:
+        metadata("seq_lens", lengths, (num_tokens,))
+        return None
+    starts = metadata("query_start_loc", given.query_start_loc, ("B + 1",))
+    if len(lengths) != len(starts) - 1:
+        check_start_locations("query_start_loc", starts, num_tokens, "q")
+        metadata("seq_lens", lengths, (len(starts) - 1,))
+    return starts
 
 
 def _check_queries(q, tokens: str, kv_lora_rank: int) -> tuple[tuple[np.ndarray, ...], int, int]:
@@ -223,18 +266,14 @@ def _check_queries(q, tokens: str, kv_lora_rank: int) -> tuple[tuple[np.ndarray,
     return parts, rank, width
 
 
-def _attend(prepared: Prepared, block_table, lengths, starts, checks: int):
-    """Run, and say what is wrong with the metadata if they do not hold."""
-    call, arrays, outputs = prepared
-    table = read_block_table(block_table, len(lengths))
-    inputs = {"q": arrays.q} if arrays.q_pe is None else {"q_latent": arrays.q, "q_pe": arrays.q_pe}
-    status = run_attention(call, arrays, lengths, starts, table, checks, inputs | {"kv_cache": arrays.keys})
-    if status == BAD_METADATA:
+def _explain(arrays: Arrays) -> None:
+    """Say what is wrong with the metadata of a call that was refused for them."""
+    lengths = check_integers("seq_lens", arrays.seq_lens, ("B",))
+    if arrays.query_start_loc is not None:
+        starts = check_integers("query_start_loc", arrays.query_start_loc, ("B + 1",))
         check_start_locations("query_start_loc", starts, len(arrays.q), "q")
-        if checks == NEW_TOKENS:
-            _check_new_tokens(lengths, starts)
-        check_used_pages(table, arrays.keys, lengths)
-    return outputs.deliver()
+        _check_new_tokens(lengths, starts)
+    check_used_pages(read_block_table(arrays.table, len(lengths)), arrays.keys, lengths)
 
 
 def _check_new_tokens(lengths: np.ndarray, starts: np.ndarray) -> None:

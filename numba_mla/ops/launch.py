@@ -1,94 +1,85 @@
-"""From a checked attention call to running kernels: its outputs, its arrays' addresses, its threads."""
+"""From a checked attention call to running kernels: its arrays and outputs, its threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import address, check_apart, check_output
+from ..checks import check_apart, check_integers, check_output
 from ..kernels.attention import attention_parallel, attention_serial
 from ..kernels.context import KV_SPLIT, VECTOR_WIDTH
-from ..kernels.problem import Problem
-from ..kernels.validity import MAY_MEET
+from ..kernels.problem import ADDRESSES, Problem
+from ..kernels.validity import BAD_METADATA, MAY_MEET
 from ..parallel import launch, num_threads
 from ..runtime import workspace
 from .elements import CODES
-from .forms import extents
+from .forms import Forms, extents, forms_of, objects_of
 
 FLOAT32 = np.dtype(np.float32)
+_INTEGERS = (np.dtype(np.int64), np.dtype(np.int32))
 
 
 class Arrays(NamedTuple):
-    """What an attention call reads and writes, in the order of ``_FIELDS``.
+    """What an attention call reads and writes, in the order of ``problem.ARRAYS``.
 
-    ``q_pe`` is None where one array holds both parts of the queries, ``values`` where one holds keys and values.
+    ``q_pe`` is None where one array holds both parts of the queries, ``values`` where one holds keys and values; an
+    output until it is made; metadata where the operation goes without them. ``table`` is the block table, or where
+    the requests' rows begin.
     """
 
-    q: np.ndarray
-    q_pe: np.ndarray | None
-    keys: np.ndarray
-    values: np.ndarray | None
-    out: np.ndarray
-    lse: np.ndarray
-
-
-_FIELDS = tuple(Problem._fields.index(name) for name in Arrays._fields)
+    q: Any
+    q_pe: Any
+    keys: Any
+    values: Any
+    out: Any
+    lse: Any
+    seq_lens: Any
+    query_start_loc: Any
+    table: Any
 
 
 class AttentionCall(NamedTuple):
     """A checked call: all that does not depend on where arrays lie and what metadata hold.
 
-    ``packed`` is the problem, with offsets in the place of addresses; ``apart`` says which arrays must not meet;
-    ``shape`` is the result's. A block table of at most ``few_pages`` columns leaves work for one thread alone.
+    ``packed`` is the problem, with offsets in the place of addresses; ``forms`` what the arrays look like; ``apart``
+    says which of them must not meet; ``shape`` and ``dtype`` are those of a result that is made. ``is_small`` leaves
+    work for one thread alone.
     """
 
+    context: np.ndarray
     packed: np.ndarray
+    forms: Forms
     apart: np.ndarray
-    shape: tuple[int, ...]
-    few_pages: int
     score_scale: float
     value_scale: float
-    context: np.ndarray
+    checks: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    is_small: bool
+
+    def complete(self, arrays: Arrays) -> Arrays:
+        """The arrays, with outputs where there are none."""
+        if arrays.out is None:
+            arrays = arrays._replace(out=np.empty(self.shape, self.dtype))
+        if arrays.lse is None:
+            arrays = arrays._replace(lse=np.empty(self.shape[:2], FLOAT32))
+        return arrays
 
 
-class Outputs(NamedTuple):
-    """Where a result goes: the caller's arrays, and the one with dense rows that kernels write to."""
-
-    out: np.ndarray
-    lse: np.ndarray
-    target: np.ndarray
-
-    def fields(self) -> dict[str, int]:
-        """The problem's fields for them."""
-        return {
-            "out": 0,
-            "out_token_stride": self.target.strides[0],
-            "out_head_stride": self.target.strides[1],
-            "out_element": CODES[self.target.dtype],
-            "out_bytes": self.target.itemsize,
-            "lse": 0,
-            "lse_token_stride": self.lse.strides[0],
-            "lse_head_stride": self.lse.strides[1],
-        }
-
-    def deliver(self) -> tuple[np.ndarray, np.ndarray]:
-        """The caller's arrays, filled."""
-        if self.target is not self.out:
-            self.out[...] = self.target
-        return self.out, self.lse
+def integers(name: str, x: Any, shape: tuple) -> np.ndarray:
+    """Metadata that are a plain array as they are, to be checked by their form; else an array of them."""
+    return x if type(x) is np.ndarray else check_integers(name, x, shape)
 
 
-class Prepared(NamedTuple):
-    """A call, its arrays, and where its result goes: checked, all but the metadata."""
-
-    call: AttentionCall
-    arrays: Arrays
-    outputs: Outputs
+def metadata(name: str, x: Any, shape: tuple) -> np.ndarray:
+    """Metadata as the kernel reads them: the caller's array of integers itself, or a new one."""
+    checked = check_integers(name, x, shape)
+    return x if type(x) is np.ndarray and x.dtype in _INTEGERS else checked
 
 
-def prepare_outputs(out, lse, shape: tuple[int, int, int], dtype: np.dtype) -> Outputs:
+def prepare_outputs(out, lse, shape: tuple[int, int, int], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Check the caller's output arrays, or make them; whether they meet other arrays is checked with addresses."""
     if out is None:
         out = np.empty(shape, dtype)
@@ -98,54 +89,62 @@ def prepare_outputs(out, lse, shape: tuple[int, int, int], dtype: np.dtype) -> O
         lse = np.empty(shape[:2], np.float32)
     else:
         check_output("lse", lse, shape[:2], (FLOAT32,), {})
-    dense = out.strides[2] == out.itemsize or shape[2] <= 1
-    return Outputs(out, lse, out if dense else np.empty(shape, out.dtype))
+    return out, lse
 
 
-def attention_call(problem: Problem, score_scale: float, value_scale: float, context: np.ndarray,
-                   arrays: Arrays) -> AttentionCall:  # fmt: skip
+def dense_output(out: np.ndarray) -> np.ndarray:
+    """The array itself, or one of dense rows for kernels to write to."""
+    return out if out.strides[2] == out.itemsize or out.shape[2] <= 1 else np.empty(out.shape, out.dtype)
+
+
+def output_fields(out: np.ndarray, lse: np.ndarray) -> dict[str, int]:
+    """The problem's fields for outputs whose rows are dense."""
+    return {
+        "out": 0,
+        "out_token_stride": out.strides[0],
+        "out_head_stride": out.strides[1],
+        "out_element": CODES[out.dtype],
+        "out_bytes": out.itemsize,
+        "lse": 0,
+        "lse_token_stride": lse.strides[0],
+        "lse_head_stride": lse.strides[1],
+    }
+
+
+def attention_call(problem: Problem, score_scale: float, value_scale: float, context: np.ndarray, arrays: Arrays,
+                   checks: int) -> AttentionCall:  # fmt: skip
     """A checked call on arrays of these forms."""
-    apart = extents(_FIELDS, arrays, outputs=2)
     shape = arrays.out.shape
+    pages = 1 if arrays.table is None else arrays.table.shape[-1]
     # A vector of lanes over one split of keys: no item to share.
-    few_pages = context[KV_SPLIT] // problem.block_size if shape[0] * shape[1] <= context[VECTOR_WIDTH] else -1
-    return AttentionCall(problem.packed(), apart, shape, few_pages, score_scale, value_scale, context)
+    is_small = shape[0] * shape[1] <= context[VECTOR_WIDTH] and pages * problem.block_size <= context[KV_SPLIT]
+    apart = extents(ADDRESSES, arrays[: len(ADDRESSES)], outputs=2)
+    return AttentionCall(context, problem.packed(), forms_of(arrays), apart, score_scale, value_scale, checks, shape,
+                         arrays.q.dtype, bool(is_small))  # fmt: skip
 
 
-def known_call(call: AttentionCall, q, q_pe, keys, values, out, lse) -> Prepared:
-    """A call whose form is known, on these arrays."""
-    if out is None:
-        out = np.empty(call.shape, q.dtype)
-    if lse is None:
-        lse = np.empty(call.shape[:2], np.float32)
-    return Prepared(call, Arrays(q, q_pe, keys, values, out, lse), Outputs(out, lse, out))
+def run_attention(call: AttentionCall, arrays: Arrays, inputs: Callable[[Arrays], Mapping[str, np.ndarray]],
+                  explain: Callable[[Arrays], None]) -> int:  # fmt: skip
+    """Run a call on the threads in force: DONE, or OTHER_FORM and nothing was done.
 
-
-def run_attention(call: AttentionCall, arrays: Arrays, seq_lens: np.ndarray, query_start_loc: np.ndarray,
-                  table: np.ndarray, checks: int, inputs: Mapping[str, np.ndarray | None]) -> int:  # fmt: skip
-    """Run a call on the threads in force: DONE, or BAD_METADATA where these do not hold and nothing was done.
-
-    ``inputs`` are the arrays that outputs must not meet, by their names in messages.
+    ``inputs`` gives the arrays that outputs must not meet, by their names in messages; ``explain`` says what is wrong
+    with metadata.
     """
-    packed, apart = call.packed.copy(), call.apart
-    q = address(arrays.q)
-    places = (q, q if arrays.q_pe is None else address(arrays.q_pe), address(arrays.keys),
-              0 if arrays.values is None else address(arrays.values), address(arrays.out),
-              address(arrays.lse))  # fmt: skip
-    for field, place in zip(_FIELDS, places, strict=True):
-        packed[field] += place
-    workers = 1 if table.shape[1] <= call.few_pages else num_threads()
+    objects, apart = objects_of(arrays), call.apart
+    workers = 1 if call.is_small else num_threads()
     memory = workspace.reserve(0)
     while True:
-        arguments = (call.context, packed, apart, call.score_scale, call.value_scale, seq_lens, query_start_loc, table,
-                     checks, memory.address, memory.size, workers)  # fmt: skip
+        arguments = (call.context, call.packed, call.forms.numbers, apart, call.score_scale, call.value_scale,
+                     call.checks, *objects, memory.address, memory.size, workers)  # fmt: skip
         status = attention_serial(*arguments) if workers == 1 else launch(attention_parallel, *arguments)
         if status > 0:
             memory = workspace.reserve(status)
         elif status == MAY_MEET:
-            check_apart("out", arrays.out, inputs)
-            check_apart("lse", arrays.lse, {**inputs, "out": arrays.out})
+            check_apart("out", arrays.out, inputs(arrays))
+            check_apart("lse", arrays.lse, {**inputs(arrays), "out": arrays.out})
             # Interleaved, but apart.
             apart = apart[:0]
         else:
+            if status == BAD_METADATA:
+                explain(arrays)
             return status

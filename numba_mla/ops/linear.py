@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..checks import (
     FLOAT_DTYPES,
-    address,
     check_apart,
     check_array,
     check_count,
@@ -20,35 +19,50 @@ from ..checks import (
     describe,
 )
 from ..isa import Isa
-from ..kernels.product import Product, product_parallel, product_serial
-from ..kernels.validity import MAY_MEET
+from ..kernels.product import ADDRESSES, Product, product_parallel, product_serial
+from ..kernels.validity import DONE, MAY_MEET
 from ..memory import aligned_zeros
 from ..parallel import launch, num_threads
 from ..quant import FLOAT8_DTYPES, BlockScaled, check_block_scales, check_block_size, is_fp8
 from ..runtime import context_for, isa_choice, select_isa, workspace
 from .elements import CODES, NAMES
-from .forms import Forms, extents, form_of
+from .forms import Calls, Forms, Prepared, extents, forms_of, objects_of, serve
 
 WEIGHT_DTYPES = (*FLOAT_DTYPES, *FLOAT8_DTYPES)
 FLOAT32 = np.dtype(np.float32)
 
 
+class _Arrays(NamedTuple):
+    """What a product reads and writes, in the order of ``product.ADDRESSES``; ``out`` is None until it is made."""
+
+    a: Any
+    panels: np.ndarray
+    block_scales: np.ndarray | None
+    out: Any
+
+
 class _ProductCall(NamedTuple):
     """A checked call: all that does not depend on where arrays lie.
 
-    ``packed`` is the product, without addresses; ``apart`` says which arrays must not meet; ``shape`` is the
-    result's.
+    ``packed`` is the product, without addresses; ``forms`` what the arrays look like; ``apart`` says which of them must
+    not meet; ``shape`` and ``dtype`` are those of a result that is made. ``is_zero``: a sum of nothing.
     """
 
-    packed: np.ndarray
-    apart: np.ndarray
-    shape: tuple[int, int, int]
-    scale: float
     context: np.ndarray
+    packed: np.ndarray
+    forms: Forms
+    apart: np.ndarray
+    scale: float
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    is_zero: bool
+
+    def complete(self, arrays: _Arrays) -> _Arrays:
+        """The arrays, with an output if there is none."""
+        return arrays if arrays.out is not None else arrays._replace(out=np.empty(self.shape, self.dtype))
 
 
-_FIELDS = tuple(Product._fields.index(name) for name in ("a", "w", "scales", "out"))
-_calls: Forms[_ProductCall] = Forms()
+_calls: Calls[_ProductCall] = Calls()
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,21 +242,17 @@ def bmm(a, w, *, scale=None, out=None):
     """
     if not isinstance(w, PackedWeight):
         raise TypeError(f"w: expected a PackedWeight (from pack_weight), got {describe(w)}")
-    form = form_of(a, w.panels, w.block_scales, w.shape, w.scale, w.block_rows, scale, out, isa_choice(w.isa))
-    known = _calls.find(form)
-    if known is None:
-        return _check_and_run(form, a, w, scale, out)
-    if out is None:
-        out = np.empty(known.shape, a.dtype)
-    _run(known, a, w, out)
-    return out
+    arrays = _Arrays(a, w.panels, w.block_scales, out)
+    # Numbers that are equal and of other types are other settings: 1.0, 1 and True.
+    settings = w.shape, w.scale, w.block_rows, isa_choice(w.isa), type(scale), scale
+    return serve(_calls, settings, arrays, lambda: _prepare(a, w, scale, out), _run).out
 
 
-def _check_and_run(form: tuple, a, w: PackedWeight, scale, out) -> np.ndarray:
-    """Check a call's arguments and run it; its form is remembered unless an array had to be copied."""
+def _prepare(a, w: PackedWeight, scale, out) -> Prepared[_ProductCall]:
+    """Check a call's arguments."""
     heads, columns, k = w.shape
     record = _check_layout(w)
-    given, a = a, dense_rows(check_array("a", a, (heads, "M", k)))
+    a = dense_rows(check_array("a", a, (heads, "M", k)))
     arithmetic = select_isa(w.isa, NAMES[a.dtype])
     if _panel_width(arithmetic) != w.panels.shape[3]:
         raise ValueError(
@@ -257,13 +267,11 @@ def _check_and_run(form: tuple, a, w: PackedWeight, scale, out) -> np.ndarray:
     shape = (heads, a.shape[1], columns)
     if out is None:
         out = np.empty(shape, a.dtype)
-    target = check_output("out", out, shape, (a.dtype, FLOAT32), {"a": a, "w": w.panels})
+    check_output("out", out, shape, (a.dtype, FLOAT32), {"a": a, "w": w.panels})
+    target = out
     if target.strides[2] != target.itemsize and columns > 1:
         target = np.empty(shape, target.dtype)
-    if not target.size or not k:
-        out[...] = 0
-        return out
-    block_rows = w.block_rows or k
+    block_rows = w.block_rows or max(k, 1)
     product = Product(
         0, a.strides[0], a.strides[1], CODES[a.dtype], a.itemsize,
         0, CODES[w.dtype], w.panels.itemsize, w.panels.shape[4], w.panels.shape[2] * w.panels.shape[4],
@@ -271,36 +279,32 @@ def _check_and_run(form: tuple, a, w: PackedWeight, scale, out) -> np.ndarray:
         0, target.strides[0], target.strides[1], CODES[target.dtype], target.itemsize, num_heads=heads,
         num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),
     )  # fmt: skip
-    apart = extents(_FIELDS, (a, w.panels, w.block_scales, target), outputs=1)
-    call = _ProductCall(product.packed(), apart, shape, 1.0 if factor is None else factor,
-                        context_for(w.isa, NAMES[a.dtype]))  # fmt: skip
-    _run(call, a, w, target)
-    if target is not out:
-        out[...] = target
-    elif a is given:
-        _calls.keep(form, call)
-    return out
+    arrays = _Arrays(a, w.panels, w.block_scales, target)
+    call = _ProductCall(context_for(w.isa, NAMES[a.dtype]), product.packed(), forms_of(arrays),
+                        extents(ADDRESSES, arrays, outputs=1), 1.0 if factor is None else factor, shape,
+                        a.dtype, k == 0)  # fmt: skip
+    return Prepared(call, arrays, out)
 
 
-def _run(call: _ProductCall, a: np.ndarray, w: PackedWeight, out: np.ndarray) -> None:
-    """Run a call on the threads in force."""
-    packed, apart = call.packed.copy(), call.apart
-    scales = 0 if w.block_scales is None else address(w.block_scales)
-    for field, place in zip(_FIELDS, (address(a), address(w.panels), scales, address(out)), strict=True):
-        packed[field] = place
+def _run(call: _ProductCall, arrays: _Arrays) -> int:
+    """Run a call on the threads in force: DONE, or OTHER_FORM and nothing was done."""
+    objects, apart = objects_of(arrays), call.apart
     workers = num_threads()
     memory = workspace.reserve(0)
     while True:
-        arguments = (call.context, packed, apart, call.scale, memory.address, memory.size, workers)
+        arguments = (call.context, call.packed, call.forms.numbers, apart, call.scale, *objects, memory.address,
+                     memory.size, workers)  # fmt: skip
         status = product_serial(*arguments) if workers == 1 else launch(product_parallel, *arguments)
         if status > 0:
             memory = workspace.reserve(status)
         elif status == MAY_MEET:
-            check_apart("out", out, {"a": a, "w": w.panels})
+            check_apart("out", arrays.out, {"a": arrays.a, "w": arrays.panels})
             # Interleaved, but apart.
             apart = apart[:0]
         else:
-            return
+            if status == DONE and call.is_zero:
+                arrays.out[...] = 0
+            return status
 
 
 def _panel_width(record: Isa) -> int:

@@ -6,14 +6,24 @@ import numpy as np
 
 from ..checks import MAX_POSITIONS, check_array, check_flag, check_integers, check_scale, dense_rows, describe
 from ..kernels.problem import ENDLESS, Problem
-from ..kernels.validity import BAD_METADATA, STARTS
+from ..kernels.validity import STARTS
 from ..runtime import context_for, isa_choice
 from .attention import check_start_locations
 from .elements import CODES, NAMES
-from .forms import Forms, form_of
-from .launch import Arrays, AttentionCall, Prepared, attention_call, known_call, prepare_outputs, run_attention
+from .forms import Calls, Prepared, serve
+from .launch import (
+    Arrays,
+    AttentionCall,
+    attention_call,
+    dense_output,
+    integers,
+    metadata,
+    output_fields,
+    prepare_outputs,
+    run_attention,
+)
 
-_calls: Forms[AttentionCall] = Forms()
+_calls: Calls[AttentionCall] = Calls()
 
 
 def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, out=None, lse=None, isa=None,
@@ -76,54 +86,68 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
     >>> np.exp(lse[:, 0]).round(3).tolist()
     [1.0, 2.0, 3.0]
     """
-    form = form_of(q, k, v, scale, causal, out, lse, isa_choice(isa), tiling)
-    call = _calls.find(form)
-    if call is None:
-        prepared = _check(form, q, k, v, scale, causal, out, lse, isa, tiling)
-    else:
-        prepared = known_call(call, q, None, k, v, out, lse)
-    check_flag("validate", validate)
-    starts = check_integers("query_start_loc", query_start_loc, ("B + 1",))
+    starts = integers("query_start_loc", query_start_loc, ("B + 1",))
+    key_starts = None if kv_start_loc is None else integers("kv_start_loc", kv_start_loc, ("B + 1",))
+    arrays = Arrays(q, None, k, v, out, lse, None, starts, key_starts)
+    # Numbers that are equal and of other types are other settings: 1.0, 1 and True.
+    settings = (type(scale), scale, type(causal), causal, isa_choice(isa), tiling, type(validate), validate)
+
+    def prepare() -> Prepared[AttentionCall]:
+        check_flag("validate", validate)
+        return _prepare(arrays, scale, causal, isa, tiling)
+
+    done = serve(_calls, settings, arrays, prepare, lambda call, filled: run_attention(call, filled, _inputs, _explain))
+    return done.out, done.lse
+
+
+def _inputs(arrays: Arrays) -> dict[str, np.ndarray]:
+    """What outputs must not meet."""
+    return {"q": arrays.q, "k": arrays.keys, "v": arrays.values}
+
+
+def _explain(arrays: Arrays) -> None:
+    """Say what is wrong with the start locations of a call that was refused for them."""
+    starts = check_integers("query_start_loc", arrays.query_start_loc, ("B + 1",))
+    check_start_locations("query_start_loc", starts, len(arrays.q), "q")
     name, key_starts = "query_start_loc", starts
-    if kv_start_loc is not None:
-        name, key_starts = "kv_start_loc", check_integers("kv_start_loc", kv_start_loc, ("B + 1",))
-    call, arrays, outputs = prepared
-    if len(key_starts) != len(starts):
-        check_start_locations("query_start_loc", starts, len(arrays.q), "q")
-        check_start_locations(name, key_starts, len(arrays.keys), "k")
-        raise ValueError(f"kv_start_loc: expected {len(starts)} entries, as query_start_loc has, got {len(key_starts)}")
-    inputs = {"q": arrays.q, "k": arrays.keys, "v": arrays.values}
-    status = run_attention(call, arrays, np.diff(key_starts), starts, key_starts[:-1, None].copy(), STARTS, inputs)
-    if status == BAD_METADATA:
-        check_start_locations("query_start_loc", starts, len(arrays.q), "q")
-        check_start_locations(name, key_starts, len(arrays.keys), "k")
-    return outputs.deliver()
+    if arrays.table is not None:
+        name, key_starts = "kv_start_loc", check_integers("kv_start_loc", arrays.table, ("B + 1",))
+    check_start_locations(name, key_starts, len(arrays.keys), "k")
+    raise AssertionError("metadata that were refused hold")
 
 
-def _check(form: tuple, q, k, v, scale, causal, out, lse, isa, tiling) -> Prepared:
-    """Check a call's arguments; its form is remembered unless an array had to be copied."""
-    given = q, k, v
-    q = dense_rows(check_array("q", q, ("Tq", "H", "D")))
+def _prepare(given: Arrays, scale, causal, isa, tiling) -> Prepared[AttentionCall]:
+    """Check all arguments but what start locations hold."""
+    starts = metadata("query_start_loc", given.query_start_loc, ("B + 1",))
+    name, key_starts = "query_start_loc", None
+    if given.table is not None:
+        name, key_starts = "kv_start_loc", metadata("kv_start_loc", given.table, ("B + 1",))
+    q = dense_rows(check_array("q", given.q, ("Tq", "H", "D")))
     if q.shape[1] == 0 or q.shape[2] == 0:
         raise ValueError(f"q: expected at least one head and one column, got {describe(q)}")
-    k = dense_rows(check_array("k", k, ("Tk", q.shape[1], q.shape[2]), (q.dtype,)))
-    v = dense_rows(check_array("v", v, (len(k), q.shape[1], "Dv"), (q.dtype,)))
+    k = dense_rows(check_array("k", given.keys, ("Tk", q.shape[1], q.shape[2]), (q.dtype,)))
+    v = dense_rows(check_array("v", given.values, (len(k), q.shape[1], "Dv"), (q.dtype,)))
     if len(k) > MAX_POSITIONS:
         raise ValueError(f"k: expected at most {MAX_POSITIONS} keys, got {describe(k)}")
     if v.shape[2] == 0:
         raise ValueError(f"v: expected at least one column, got {describe(v)}")
+    if len(starts) == 0 or (key_starts is not None and len(key_starts) != len(starts)):
+        check_start_locations("query_start_loc", starts, len(q), "q")
+        check_start_locations(name, starts if key_starts is None else key_starts, len(k), "k")
+        raise ValueError(
+            f"kv_start_loc: expected {len(starts)} entries, as query_start_loc has, got {given.table.size}"
+        )
     scale = check_scale("scale", scale)
-    outputs = prepare_outputs(out, lse, (*q.shape[:2], v.shape[2]), q.dtype)
+    out, lse = prepare_outputs(given.out, given.lse, (*q.shape[:2], v.shape[2]), q.dtype)
+    target = dense_output(out)
     problem = Problem(
         0, q.strides[0], q.strides[1], 0, q.strides[0], q.strides[1],
         q_split=q.shape[2], q_element=CODES[q.dtype], num_heads=q.shape[1], group_heads=1,
         keys=0, key_page_stride=k.strides[0], key_row_stride=k.strides[0], key_head_stride=k.strides[1],
         values=0, value_page_stride=v.strides[0], value_row_stride=v.strides[0], value_head_stride=v.strides[1],
         row_element=CODES[k.dtype], block_size=ENDLESS, width=q.shape[2], value_width=v.shape[2],
-        causal=int(check_flag("causal", causal)), num_tokens=len(q), num_pages=len(k), **outputs.fields(),
+        causal=int(check_flag("causal", causal)), num_tokens=len(q), num_pages=len(k), **output_fields(target, lse),
     )  # fmt: skip
-    arrays = Arrays(q, None, k, v, outputs.target, outputs.lse)
-    call = attention_call(problem, scale, 1.0, context_for(isa, NAMES[q.dtype], tiling, one_head=True), arrays)
-    if all(x is y for x, y in zip((q, k, v), given, strict=True)) and outputs.target is outputs.out:
-        _calls.keep(form, call)
-    return Prepared(call, arrays, outputs)
+    arrays = Arrays(q, None, k, v, target, lse, None, starts, key_starts)
+    context = context_for(isa, NAMES[q.dtype], tiling, one_head=True)
+    return Prepared(attention_call(problem, scale, 1.0, context, arrays, STARTS), arrays, out)
