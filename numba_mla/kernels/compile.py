@@ -1,7 +1,7 @@
 """``@kernel``: Numba's compiler with a disk cache that is keyed by what all kernels are made from.
 
 Numba keys its own cache by a function's file alone, so an edit in a module that the function calls would go
-unseen, and a damaged file raises. Here the key is the content of every module of this folder, and the files
+unseen, and a damaged file raises. Here the key is the content of every module that holds kernels, and the files
 are those of ``codegen.store``: written whole, checked by a digest, compiled anew when they do not load.
 """
 
@@ -26,7 +26,8 @@ from ..codegen import store
 @cache
 def source_hash() -> str:
     """A hash of all kernel sources, of Numba and of its settings that change code."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    package = Path(__file__).parent.parent
+    sources = [path.read_bytes() for folder in ("kernels", "jit") for path in sorted((package / folder).glob("*.py"))]
     settings = (numba.__version__, llvmlite.__version__, str(config.CPU_NAME), str(config.CPU_FEATURES),
                 str(config.OPT), str(config.BOUNDSCHECK), str(config.DEBUGINFO_DEFAULT))  # fmt: skip
     return store.content_hash(*(hashlib.sha256(source).hexdigest() for source in sources), *settings)
