@@ -51,8 +51,9 @@ def check_length(refusals, name, array, length):
 
 
 @kernel
-def check_that(refusals, holds, otherwise):
-    """Something that must hold, or what is expected."""
+def check_that(refusals, holds, name, expected):
+    """Something that must hold."""
     if not holds:
         refusals[0] += 1
-        raise ValueError(otherwise)
+        # Put together here: Numba mixes up exceptions that are passed whole, as text known to the compiler.
+        raise ValueError(f"{name}: expected {expected}")

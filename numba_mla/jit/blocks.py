@@ -90,7 +90,7 @@ def pack(group, queries):
     check_rows(group.refusals, "queries", queries, 1, group.num_lanes, group.width)
     table, places = group.table, group.places
     function = table[PACK + element_code(queries)]
-    check_that(group.refusals, function != 0, "queries: expected elements of the type that the kernels are for")
+    check_that(group.refusals, function != 0, "queries", "elements of the type that the kernels are for")
     base, stride, num_lanes, vector = address_of(queries), queries.strides[0], len(queries), table[VECTOR_WIDTH]
     group.counts[:] = num_lanes, 0, 0, PACKED
     padded = _padded_lanes(group)
@@ -125,7 +125,7 @@ def score(group, keys):
         Another shape, or out of turn.
     """
     check_rows(group.refusals, "keys", keys, 1, group.num_keys, group.width)
-    check_that(group.refusals, group.counts[STAGE] == PACKED, "score: expected a lane group after pack or weigh_values")
+    check_that(group.refusals, group.counts[STAGE] == PACKED, "score", "a lane group after pack or weigh_values")
     table, places, element, num_keys = group.table, group.places, element_code(keys), len(keys)
     steps = padded_width(table, group.width)
     in_place = element == table[NATIVE] and steps == group.width and _whole(group, num_keys)
@@ -172,7 +172,7 @@ def mask(group, start, low, high):
     num_lanes, places = group.counts[LANES], group.places
     check_length(group.refusals, "low", low, num_lanes)
     check_length(group.refusals, "high", high, num_lanes)
-    check_that(group.refusals, group.counts[STAGE] == SCORED, "mask: expected a lane group after score")
+    check_that(group.refusals, group.counts[STAGE] == SCORED, "mask", "a lane group after score")
     latest_low, earliest_high = low[0], high[0]
     for lane in range(_padded_lanes(group)):
         here = min(lane, num_lanes - 1)
@@ -204,7 +204,7 @@ def softmax(group):
     ValueError
         Out of turn.
     """
-    check_that(group.refusals, group.counts[STAGE] == SCORED, "softmax: expected a lane group after score")
+    check_that(group.refusals, group.counts[STAGE] == SCORED, "softmax", "a lane group after score")
     group.counts[STAGE] = WEIGHTED
     places = group.places
     _limit(group)
@@ -239,7 +239,7 @@ def weigh_values(group, values):
     """
     num_keys = group.counts[KEYS]
     check_rows(group.refusals, "values", values, num_keys, num_keys, group.value_width)
-    check_that(group.refusals, group.counts[STAGE] == WEIGHTED, "weigh_values: expected a lane group after softmax")
+    check_that(group.refusals, group.counts[STAGE] == WEIGHTED, "weigh_values", "a lane group after softmax")
     group.counts[STAGE] = PACKED
     table, places, element = group.table, group.places, element_code(values)
     # Rows that lie far apart, often by a power of two, would share a few cache sets.
@@ -279,10 +279,8 @@ def finish(group, out, lse):
     check_rows(group.refusals, "out", out, num_lanes, num_lanes, group.value_width)
     check_length(group.refusals, "lse", lse, num_lanes)
     element = element_code(out)
-    check_that(group.refusals, table[FINISH + element] != 0, "out: expected float32 or bfloat16")
-    check_that(
-        group.refusals, group.counts[STAGE] == PACKED, "finish: expected a lane group after pack or weigh_values"
-    )
+    check_that(group.refusals, table[FINISH + element] != 0, "out", "float32 or bfloat16")
+    check_that(group.refusals, group.counts[STAGE] == PACKED, "finish", "a lane group after pack or weigh_values")
     group.counts[STAGE] = EMPTY
     base, stride = address_of(out), out.strides[0]
     for lane in range(num_lanes):

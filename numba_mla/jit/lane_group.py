@@ -135,8 +135,8 @@ def lane_group(kernels, num_lanes, num_keys, width, value_width, scale):
     """
     table, refusals = kernels.table, kernels.refusals
     sizes = min(num_lanes, num_keys, width, value_width)
-    check_that(refusals, sizes > 0, "lane_group: expected num_lanes, num_keys, width and value_width of at least 1")
-    check_that(refusals, 0.0 < scale < np.inf, "scale: expected a finite and positive number")
+    check_that(refusals, sizes > 0, "lane_group", "num_lanes, num_keys, width and value_width of at least 1")
+    check_that(refusals, 0.0 < scale < np.inf, "scale", "a finite and positive number")
     size = _lay_out(table, num_lanes, num_keys, width, value_width, numba.int64(0)).end
     memory = np.empty(size + LINE, np.uint8)
     start = np.int64(memory.ctypes.data)

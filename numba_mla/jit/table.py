@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class KernelsType(types.Type):
     """Numba's type of Kernels, another one for each version of the kernels' sources."""
 
     def __init__(self) -> None:
-        super().__init__(name=f"numba_mla.jit.Kernels({source_hash()})")
+        super().__init__(name=f"numba_mla.jit.Kernels({source_hash(Path(__file__).parent)})")
 
 
 _INTEGERS = types.Array(types.int64, 1, "C")
