@@ -21,7 +21,7 @@ LAYERS = (
     ("codegen",),
     ("kernels",),
     ("runtime", "parallel"),
-    ("ops", "machine"),
+    ("jit", "ops", "machine"),
     ("families", "rope"),
     ("config",),
     ("batch", "chunks", "pages", "paths", "safetensors_file"),

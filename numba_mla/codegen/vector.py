@@ -7,7 +7,7 @@ last elements of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def emit_bfloat16s(f: Function, isa: Isa, low: str, high: str, order: list[int])
 
 def emit_exp2(f: Function, isa: Isa, x: str) -> str:
     """2**x for x <= 0, of a whole vector; NaN stays NaN, and below -127 it is exactly 0."""
-    return _emit_exp2_of_bits(f, isa.vector_width, x) if isa.power is None else _emit_exp2_by(f, isa, isa.power, x)
+    return emit_exp2_of_bits(f, isa.vector_width, x) if isa.power is None else _emit_exp2_by(f, isa, isa.power, x)
 
 
 def _emit_exp2_by(f: Function, isa: Isa, power: PowerOps, x: str) -> str:
@@ -84,7 +84,7 @@ def _emit_polynomial(f: Function, width: int, fraction: str) -> str:
     return result
 
 
-def _emit_exp2_of_bits(f: Function, width: int, x: str) -> str:
+def emit_exp2_of_bits(f: Function, width: int, x: str) -> str:
     """By integer arithmetic on the exponent.
 
     The scale 2**n is built from n's bits, where n = -127 gives 0. Comparisons are written so that NaN takes
@@ -237,3 +237,12 @@ FLOAT8_E5M2 = ElementFormat("float8_e5m2", "i8", 1, _FLOAT8_E5M2.emit_widen, _FL
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 FLOAT8S = (FLOAT8_E4M3FN, FLOAT8_E5M2)
 FORMATS = (*FLOATS, *FLOAT8S)
+# The formats that numpy lacks as ml_dtypes casts to them: without saturation, from the middle to the number that would
+# come next on. That is NaN where there is no infinity, and 464 itself, a tie, still goes to 448.
+_CAST_E4M3FN = replace(_FLOAT8_E4M3FN, overflow=0x7F, first_overflow=464 + 2.0**-15)
+_CAST_E5M2 = replace(_FLOAT8_E5M2, overflow=0x7C, first_overflow=61440.0)
+CASTS = (
+    BFLOAT16,
+    replace(FLOAT8_E4M3FN, emit_narrow=_CAST_E4M3FN.emit_narrow),
+    replace(FLOAT8_E5M2, emit_narrow=_CAST_E5M2.emit_narrow),
+)

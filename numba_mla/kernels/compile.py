@@ -1,8 +1,9 @@
 """``@kernel``: Numba's compiler with a disk cache that is keyed by what all kernels are made from.
 
 Numba keys its own cache by a function's file alone, so an edit in a module that the function calls would go
-unseen, and a damaged file raises. Here the key is the content of every module of this folder, and the files
-are those of ``codegen.store``: written whole, checked by a digest, compiled anew when they do not load.
+unseen, and a damaged file raises. Here the key is the content of every module of this folder and of the
+function's own, and the files are those of ``codegen.store``: written whole, checked by a digest, compiled anew when
+they do not load.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from ..codegen import store
 
 
 @cache
-def source_hash() -> str:
-    """A hash of all kernel sources, of Numba and of what else changes code."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+def source_hash(folder: Path | None = None) -> str:
+    """A hash of all kernel sources, of another folder's, of Numba and of what else changes code."""
+    folders = filter(None, dict.fromkeys((Path(__file__).parent, folder)))
+    sources = [path.read_bytes() for each in folders for path in sorted(each.glob("*.py"))]
     # The head of a Python object is a constant in kernels that read arrays.
     settings = (numba.__version__, llvmlite.__version__, str(object.__basicsize__), str(config.CPU_NAME),
                 str(config.CPU_FEATURES), str(config.OPT), str(config.BOUNDSCHECK),
@@ -44,6 +46,7 @@ class _ContentCache(_Cache):
 
     def __init__(self, function: Callable) -> None:
         self._function = function
+        self._folder = Path(function.__code__.co_filename).parent
 
     @property
     def cache_path(self) -> str:
@@ -52,7 +55,7 @@ class _ContentCache(_Cache):
     def _name(self, signature, codegen) -> str:
         name = self._function.__name__
         where = f"{self._function.__module__}.{self._function.__qualname__}"
-        key = store.content_hash(source_hash(), where, repr(signature), repr(codegen.magic_tuple()))
+        key = store.content_hash(source_hash(self._folder), where, repr(signature), repr(codegen.magic_tuple()))
         return f"{name}-{key}.kernel"
 
     def load_overload(self, sig, target_context):

@@ -90,6 +90,31 @@ def prefill_bounds(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal
     return _attention_bounds(blocks, (*q.shape[:2], v.shape[-1]), scale, p_rounding, out_dtype or q.dtype)
 
 
+def masked_bounds(q, k, v, visible, *, scale, p_rounding=0.0, out_dtype=None):
+    """Return the AttentionBounds of one head whose queries see any of the keys.
+
+    Parameters
+    ----------
+    q, k, v : (T, D), (S, D), (S, Dv)
+    visible : bool (T, S), the keys that each query sees
+    scale : float
+    p_rounding, out_dtype : as in `extend_bounds`
+
+    Examples
+    --------
+    >>> x = np.ones((2, 1), np.float32)
+    >>> masked_bounds(x, x, x, np.eye(2, dtype=bool), scale=1.0).lse.tolist()
+    [1.0, 1.0]
+    """
+    wide_q, wide_k, wide_v = (x.astype(np.float64)[:, None] for x in (q, k, v))
+    blocks = (
+        (slice(t, t + 1), wide_q[t : t + 1], wide_k[seen], wide_v[seen], np.array([seen.sum()]))
+        for t, seen in enumerate(visible)
+    )
+    found = _attention_bounds(blocks, (len(q), 1, v.shape[1]), scale, p_rounding, out_dtype or q.dtype)
+    return AttentionBounds(found.out[:, 0], found.lse[:, 0], found.out_bound[:, 0], found.lse_bound[:, 0])
+
+
 @np.errstate(all="ignore")
 def _attention_bounds(blocks, out_shape, scale, p_rounding, out_dtype):
     out, out_bound = np.zeros(out_shape), np.zeros(out_shape)
