@@ -37,9 +37,11 @@ _CHANGING_VALUES: dict[str, tuple] = {"key_tile": (128, 256, 512), "kv_split": (
 _FASTER = 0.99
 # One that is slower than this many times the fastest has no further turn.
 _HOPEFUL = 1.05
-_TURN_S = 0.02
-_TURNS, _DUEL_TURNS = 10, 5
-# Of the time: kept for comparing the best with the default at the end; and in the first pass over fields, for a second.
+# Short turns: a neighbour on the machine, who is there for some hundredths of a second, meets all tilings.
+_TURN_S = 5e-3
+_TURNS, _DUEL_TURNS, _LEAST_TURNS = 15, 40, 5
+# Of the time: kept for comparing the best with the default at the end, and the most that such a comparison takes;
+# and in the first pass over fields, kept for further ones.
 _FINAL_SHARE, _SECOND_SHARE = 0.1, 0.25
 
 
@@ -107,23 +109,27 @@ class _Search:
         self._budget_s = budget_s
         self._tell = tell
         self._start = perf_counter()
-        self._tried: dict[Tiling, bool] = {}
+        self._right: dict[Tiling, bool] = {}
+        self._tried: set[Tiling] = set()
         self._default = self._best = default_tiling(workload.op, workload.isa, workload.dtype)
         self._times = (Times(), Times())
         self._times = (self._compare([self._default])[self._default],) * 2
 
     def run(self) -> None:
-        """Both passes over all fields, and a last comparison with the default."""
+        """Passes over all fields until nothing is left to try, and a last comparison with the default."""
         end = self._budget_s * (1 - _FINAL_SHARE)
         self._pass(end - self._budget_s * _SECOND_SHARE)
-        if self._best != self._default:
+        num_tried = -1
+        while self._elapsed() < end and len(self._tried) > num_tried:
+            num_tried = len(self._tried)
             self._pass(end)
+        if self._best != self._default:
             self._confirm()
 
     def result(self) -> Tuned:
         """What was found."""
         tiling = difference(self._best, self._default)
-        return Tuned(tiling, *self._times, len(self._tried), self.interrupted)
+        return Tuned(tiling, *self._times, len(self._tried) - 1, self.interrupted)
 
     def _pass(self, end: float) -> None:
         """Every field once, the time shared out by how many values they have."""
@@ -141,7 +147,8 @@ class _Search:
         for value in values:
             self._show(name)
             rival = replace(self._best, **{name: value})
-            if rival != self._best and self._elapsed() < end and self._is_right(rival):
+            known = rival == self._best or rival in self._tried
+            if not known and self._elapsed() < end and self._is_right(rival):
                 rivals.append(rival)
         if rivals:
             times = self._race([self._best, *rivals], name, end)
@@ -166,39 +173,41 @@ class _Search:
         """Compare a rival with the default and the best, whose place it takes if it is faster than both."""
         others = list(dict.fromkeys((self._default, self._best)))
         times = self._compare([*others, rival])
-        if all(times[rival].median < _FASTER * times[other].median for other in others):
+        if all(times[rival].are_below(_FASTER, times[other]) for other in others):
             self._best, self._times = rival, (times[self._default], times[rival])
 
     def _confirm(self) -> None:
         """Compare the best with the default once more: that it was chosen for its times flattered them."""
         times = self._compare([self._default, self._best])
-        if times[self._best].median >= _FASTER * times[self._default].median:
+        if not times[self._best].are_below(_FASTER, times[self._default]):
             self._best = self._default
         self._times = times[self._default], times[self._best]
 
     def _compare(self, field: list[Tiling]) -> dict[Tiling, Times]:
-        """Times of some tilings in turns, one turn whatever the time."""
+        """Times of some tilings in turns: some if there is time, one whatever the time."""
         times = {tiling: Times() for tiling in field}
-        for _ in range(_DUEL_TURNS):
+        end = self._elapsed() + _FINAL_SHARE * self._budget_s
+        for turn in range(_DUEL_TURNS):
             for tiling in field:
                 self._show("compared with the default")
                 self._measure(tiling, times[tiling])
-            if self._elapsed() >= self._budget_s:
+            if self._elapsed() >= (self._budget_s if turn < _LEAST_TURNS else end):
                 break
         return times
 
     def _measure(self, tiling: Tiling, times: Times) -> None:
+        self._tried.add(tiling)
         take_turn([partial(self._workload.run, tiling)], [times], _TURN_S)
 
     def _is_right(self, tiling: Tiling) -> bool:
         """Whether a tiling fits, and gives what it should; a wrong result is never timed."""
-        if tiling not in self._tried and not self._fits(tiling):
-            return False
-        if tiling not in self._tried:
-            self._tried[tiling] = self._workload.check(tiling).is_right(difference(tiling, self._default))
-            if not self._tried[tiling]:
+        if tiling not in self._right:
+            right = self._fits(tiling)
+            if right and not self._workload.check(tiling).is_right(difference(tiling, self._default)):
                 warnings.warn(f"numba_mla: {tiling} gave a wrong result and was left out", RuntimeWarning, stacklevel=2)
-        return self._tried[tiling]
+                right = False
+            self._right[tiling] = right
+        return self._right[tiling]
 
     def _fits(self, tiling: Tiling) -> bool:
         try:

@@ -31,6 +31,11 @@ class Times:
         """The best call."""
         return min(self.bests)
 
+    def are_below(self, factor: float, other: Times) -> bool:
+        """Whether they are less than a factor of another call's, from the same turns: the best one, and most."""
+        ratios = [mine / theirs for mine, theirs in zip(self.medians, other.medians, strict=True)]
+        return self.median < factor * other.median and statistics.median(ratios) < factor
+
 
 def take_turn(calls: Sequence[Callable[[], object]], times: Sequence[Times], seconds: float) -> None:
     """Measure each call once more, one after the other, for that long: once, if a call takes longer."""
