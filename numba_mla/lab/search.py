@@ -112,8 +112,8 @@ class _Search:
         self._right: dict[Tiling, bool] = {}
         self._tried: set[Tiling] = set()
         self._default = self._best = default_tiling(workload.op, workload.isa, workload.dtype)
-        self._times = (Times(), Times())
-        self._times = (self._compare([self._default])[self._default],) * 2
+        self._times = (Times(),) * 2
+        self._measure(self._default, self._times[0])
 
     def run(self) -> None:
         """Passes over all fields until nothing is left to try, and a last comparison with the default."""
@@ -142,32 +142,26 @@ class _Search:
             left -= len(values)
 
     def _try_field(self, name: str, values: tuple, end: float) -> None:
-        """Measure a field's other values in turns with the best; the fastest challenges it."""
-        rivals = []
-        for value in values:
-            self._show(name)
-            rival = replace(self._best, **{name: value})
-            known = rival == self._best or rival in self._tried
-            if not known and self._elapsed() < end and self._is_right(rival):
-                rivals.append(rival)
-        if rivals:
-            times = self._race([self._best, *rivals], name, end)
-            fastest = min(times, key=lambda tiling: times[tiling].median)
-            if times[fastest].median < _FASTER * times[self._best].median:
-                self._duel(fastest)
+        """Measure other values of a field in turns with the best; the fastest challenges it.
 
-    def _race(self, field: list[Tiling], note: str, end: float) -> dict[Tiling, Times]:
-        """Times of some tilings while there is time: of the first at least, once of those that are far slower."""
+        One is measured whatever the time.
+        """
         times: dict[Tiling, Times] = {}
-        for _ in range(_TURNS):
-            fastest = min((found.median for found in times.values()), default=0.0)
-            for tiling in field:
-                if times and self._elapsed() >= end:
-                    return times
-                if tiling not in times or times[tiling].median <= _HOPEFUL * fastest:
-                    self._show(note)
-                    self._measure(tiling, times.setdefault(tiling, Times()))
-        return times
+        for tiling in (self._best, *(replace(self._best, **{name: value}) for value in values)):
+            self._show(name)
+            has_time = len(times) < 2 or self._elapsed() < end
+            new = has_time and tiling not in self._tried and self._is_right(tiling)
+            if new or tiling == self._best:
+                self._measure(tiling, times.setdefault(tiling, Times()))
+        for _ in range(_TURNS if len(times) > 1 else 0):
+            fastest = min(found.median for found in times.values())
+            for tiling, found in times.items():
+                if self._elapsed() < end and found.median <= _HOPEFUL * fastest:
+                    self._show(name)
+                    self._measure(tiling, found)
+        rival = min(times, key=lambda tiling: times[tiling].median)
+        if times[rival].median < _FASTER * times[self._best].median:
+            self._duel(rival)
 
     def _duel(self, rival: Tiling) -> None:
         """Compare a rival with the default and the best, whose place it takes if it is faster than both."""
