@@ -83,7 +83,7 @@ def test_slow_calls_keep_to_the_budget(pretended, cost):
     made = pretended(cost=lambda tiling: cost * (1 - 0.5 * (tiling.lane_group == 16)))
     tuned = found(made)
     assert made.now < 30 + 3 * cost
-    assert tuned.num_tried == len(made.timed) - 1 > 1
+    assert tuned.num_tried == len(made.timed) - 1 >= 1
     assert tuned.tiling.lane_group == 16
 
 

@@ -39,7 +39,7 @@ _FASTER = 0.99
 _HOPEFUL = 1.05
 # Short turns: a neighbour on the machine, who is there for some hundredths of a second, meets all tilings.
 _TURN_S = 5e-3
-_TURNS, _DUEL_TURNS, _LEAST_TURNS = 15, 40, 5
+_TURNS, _DUEL_TURNS, _LEAST_TURNS = 15, 40, 3
 # Of the time: kept for comparing the best with the default at the end, and the most that such a comparison takes;
 # and in the first pass over fields, kept for further ones.
 _FINAL_SHARE, _SECOND_SHARE = 0.1, 0.25
