@@ -123,8 +123,7 @@ class _Search:
         while self._elapsed() < end and len(self._tried) > num_tried:
             num_tried = len(self._tried)
             self._pass(end)
-        if self._best != self._default:
-            self._confirm()
+        self._confirm()
 
     def result(self) -> Tuned:
         """What was found."""
@@ -172,7 +171,7 @@ class _Search:
 
     def _confirm(self) -> None:
         """Compare the best with the default once more: that it was chosen for its times flattered them."""
-        times = self._compare([self._default, self._best])
+        times = self._compare(list(dict.fromkeys((self._default, self._best))))
         if not times[self._best].are_below(_FASTER, times[self._default]):
             self._best = self._default
         self._times = times[self._default], times[self._best]
