@@ -1,4 +1,4 @@
-"""The command line: ``numba-mla run`` and ``numba-mla info``."""
+"""The command line: ``numba-mla run``, ``numba-mla tune`` and ``numba-mla info``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ import numba_mla
 
 from .checkpoint import Checkpoint, read_attention, save_random_checkpoint
 from .config import MLAConfig
+from .isa import Tiling
+from .lab.progress import shown
+from .lab.search import Tuned, search
+from .lab.timing import Peaks, Times
+from .lab.workload import Workload
 from .layer import MLALayer
 from .quant import BlockScaled, dequantise
 from .trial import (
@@ -170,6 +175,54 @@ def run(
     raise typer.Exit(0 if report.within_tolerance else 1)
 
 
+@app.command()
+def tune(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="decode, extend or prefill.", show_default=False)],
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
+    num_heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 128,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of each request, the new ones included.")] = 4096,
+    num_new: Annotated[
+        int | None, typer.Option(min=1, help="New tokens of each request, of extend; 64 if not given.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Rows of a page. Unused in prefill.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Of queries and cache: float32, float16 or bfloat16.")] = "bfloat16",
+    isa: Annotated[str | None, typer.Option(help="Instruction set; the best if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads to use; all if not given.")] = None,
+    budget: Annotated[float, typer.Option(min=0.01, help="Seconds to search.")] = 30.0,
+    change_bits: Annotated[
+        bool, typer.Option("--change-bits", help="Vary key_tile and kv_split too, which change bits of results.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="Where to write the tiling found, as numba_mla.Tiling.load reads it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Search for the tiling that is fastest on one shape; each is checked before it is timed.
+
+    Nothing is applied: hand the tiling to the operation. Ctrl-C ends the search: what was found so far is printed
+    and saved. The exit code is 0, or 130 after Ctrl-C, or 2 if the input cannot be used.
+    """
+    with user_can_put_right():
+        if save is not None:
+            check_new_file("--save", save)
+        workload = Workload(op, num_requests=num_requests, num_heads=num_heads, seq_len=seq_len, num_new=num_new,
+                            block_size=block_size, dtype=dtype, isa=isa)  # fmt: skip
+        thread_limit = nullcontext() if threads is None else numba_mla.threads(threads)
+        with thread_limit:
+            found = search_with_progress(workload, budget, change_bits, context.obj)
+            peak = Peaks().gflops(str(workload.isa))
+            machine = numba_mla.show_config()
+        if save is not None:
+            found.tiling.save(save)
+    report = summary_of_search(found, workload, peak, machine)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_search(report, found.tiling, save)
+    raise typer.Exit(INTERRUPTED if found.interrupted else 0)
+
+
 @contextmanager
 def user_can_put_right() -> Iterator[None]:
     """Report errors of the code within as the user's: it reads files, options and the machine's settings."""
@@ -285,6 +338,61 @@ def print_report(report: TrialReport, layer: MLALayer, machine: Mapping[str, Any
     worst = max(report.errors, key=lambda error: error.of_tolerance)
     verdict = "within tolerance" if report.within_tolerance else "NOT within tolerance"
     console.print(f"{verdict}: the largest error is {worst.of_tolerance:.2g} of its tolerance ({worst.stage})")
+
+
+def search_with_progress(workload: Workload, budget_s: float, change_bits: bool, interrupted: Event) -> Tuned:
+    """Search under a progress bar on stderr."""
+
+    def advance(done: float, note: str) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt  # again: the first one was lost
+        tell(done, note)
+
+    with shown(None) as tell:
+        return search(workload, budget_s=budget_s, change_bits=change_bits, progress=advance)
+
+
+def summary_of_search(found: Tuned, workload: Workload, peak: float, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was found, ready for JSON."""
+
+    def speed(times: Times) -> dict[str, float]:
+        gflops = workload.flops / times.median * 1e-9
+        return {"median_us": times.median * 1e6, "gflops": gflops, "fraction": gflops / peak}
+
+    return {
+        "version": numba_mla.__version__,
+        "workload": asdict(workload) | {"threads": machine["threads"]},
+        "peak_gflops": peak,
+        "default": speed(found.default),
+        "best": speed(found.best),
+        "speed": found.speed,
+        "tiling": {name: value for name, value in asdict(found.tiling).items() if value is not None},
+        "num_tried": found.num_tried,
+        "interrupted": found.interrupted,
+    }
+
+
+def print_search(report: Mapping[str, Any], tiling: Tiling, saved: Path | None) -> None:
+    """Print what was found, and how it is used."""
+    workload = dict(report["workload"])
+    op = workload.pop("op")
+    table = Table("tiling")
+    for heading in ("time of a call", "of the peak", "speed"):
+        table.add_column(heading, justify="right")
+    for name, speed in (("default", 1.0), ("best", report["speed"])):
+        row = report[name]
+        table.add_row(name, f"{row['median_us']:,.1f} us", f"{row['fraction']:.3f}", f"{speed:.3f}")
+    console = Console()
+    console.print(f"{op}: {', '.join(f'{name} {value}' for name, value in workload.items())}", highlight=False)
+    console.print(table)
+    ended = ", ended by Ctrl-C" if report["interrupted"] else ""
+    console.print(f"{report['num_tried']} tilings tried{ended}")
+    if tiling == Tiling():
+        console.print("none is faster than the default by more than 1 %")
+    else:
+        print(f"{tiling!r}")
+        given = "TILING" if saved is None else f"numba_mla.Tiling.load({str(saved)!r})"
+        print(f"use it: numba_mla.{op}(..., tiling={given})")
 
 
 def _speed(phase: Phase) -> str:

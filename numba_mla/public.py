@@ -29,6 +29,7 @@ from .parallel import threads
 from .paths import plan_path
 from .rope import apply_rope
 from .runtime import available_isas, default_tiling, use_isa
+from .tuning import tune
 
 __all__ = [
     "Batch",
@@ -60,6 +61,7 @@ __all__ = [
     "reference",
     "show_config",
     "threads",
+    "tune",
     "use_isa",
     "write_cache",
 ]

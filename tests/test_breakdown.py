@@ -171,13 +171,12 @@ def test_it_reads_as_a_table():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"op": "bmm"}, "op: expected one of decode, extend, prefill, got 'bmm'"),
+        ({"op": "bmm"}, "op: expected one of 'decode', 'extend', 'prefill', got 'bmm'"),
         ({"num_heads": 0}, "num_heads: expected"),
         ({"repeats": 0}, "repeats: expected"),
-        ({"dtype": "float8_e4m3fn"}, "dtype: expected one of float32, float16, bfloat16, got 'float8_e4m3fn'"),
-        ({"num_new": 3}, "num_new: expected a number of tokens with extend, and only there, got 3 with decode"),
-        ({"op": "extend"}, "num_new: expected a number of tokens with extend, and only there, got None with extend"),
-        ({"op": "extend", "num_new": 9, "seq_len": 8}, "num_new: expected at most seq_len = 8, got 9"),
+        ({"dtype": "float8_e4m3fn"}, "dtype: expected one of 'float32', 'float16', 'bfloat16', got 'float8_e4m3fn'"),
+        ({"num_new": 3}, "num_new: expected 1 or None in decode, got 3"),
+        ({"op": "extend", "num_new": 9, "seq_len": 8}, "num_new: expected 1 to seq_len = 8, got 9"),
         ({"isa": "sse9"}, "isa: expected one that this machine can run"),
     ],
 )

@@ -61,6 +61,7 @@ from misuse_rows import (
     prefill,
     repeated,
     text,
+    tune,
     values,
     write_cache,
 )
@@ -166,6 +167,16 @@ MISUSE = {
         "op": [text("got 'bmm'", "bmm"), text("got None", None), text("got ", ["decode"])],
         "isa": ISA,
         "dtype": [text("got 'float64'", "float64"), text("got None", None), text("got", np.float32)],
+    },
+    tune: {
+        "op": [text("got 'bmm'", "bmm"), text("got None", None), text("got ", ["decode"])],
+        **{name: [*COUNT, *ZERO] for name in ("num_requests", "num_heads", "seq_len", "block_size")},
+        "num_new": [*COUNT[:-1], *ZERO, text("1 to seq_len = 5, got 6", 6)],
+        "dtype": [text("got 'float64'", "float64"), text("got None", None), text("got", np.float32)],
+        "isa": ISA,
+        "budget_s": [*SCALE, *REQUIRED],
+        "change_bits": FLAG,
+        "progress": [text("got int 1", 1, TypeError), text("got bool", False, TypeError)],
     },
     merge_states: {
         "out_a": array(without=["rank too high", "rank too low"]),

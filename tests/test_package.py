@@ -31,6 +31,7 @@ LAYERS = (
     ("layer",),
     ("info", "testing"),
     ("lab",),
+    ("tuning",),
     ("public",),
     ("numba_mla",),
     ("check",),
@@ -39,7 +40,7 @@ LAYERS = (
     ("integrations",),
 )
 FOREIGN_ONLY_IN_INTEGRATIONS = ("torch", "transformers", "vllm")
-NOT_ON_IMPORT = (*FOREIGN_ONLY_IN_INTEGRATIONS, "matplotlib", "typer", "rich")
+NOT_ON_IMPORT = (*FOREIGN_ONLY_IN_INTEGRATIONS, "matplotlib", "pandas", "typer", "rich", "numba_mla.lab")
 
 
 def module_name(path):

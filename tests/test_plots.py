@@ -72,5 +72,5 @@ def test_what_cannot_be_drawn_is_refused(draw, message):
 
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"pip install 'numba-mla\[plots\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'numba-mla\[lab\]'"):
         heatmap(ROWS, "lane_group", "key_tile")

@@ -85,7 +85,8 @@ def test_value_block_on_transposed_probabilities_and_a_panel_of_pairs(record, rn
     keys = 96
     for lanes, vectors in module.value_shapes(record):
         columns = vectors * record.vector_width
-        v = rng.standard_normal((keys, columns), dtype=np.float32).astype(ml_dtypes.bfloat16)
+        padded = -(-columns // record.column_step) * record.column_step
+        v = rng.standard_normal((keys, padded), dtype=np.float32).astype(ml_dtypes.bfloat16)
         p = draw_steps(rng, record, keys // 2, lanes + 3)
         steps = p[:, :lanes].copy()
         alpha = rng.random(lanes, dtype=np.float32)
@@ -93,12 +94,12 @@ def test_value_block_on_transposed_probabilities_and_a_panel_of_pairs(record, rn
         expected = o.copy()
         inner = expected[1:-1, 2:-2]
         inner[:] = inner * alpha[:, None] if accumulate else 0
-        product(record, np.ascontiguousarray(steps.T), join_keys(record, v), inner)
-        pointers, panel = rows_of(v), np.full((keys // 2 + 1, columns + 16), 7.5, np.float32)
+        product(record, np.ascontiguousarray(steps.T), join_keys(record, v[:, :columns]), inner)
+        pointers, panel = rows_of(v), np.full((keys // 2 + 1, padded + 16), 7.5, np.float32)
         function(record, "transpose_steps", 4)(at(p), p.strides[0], keys // 2, lanes)
-        function(record, "interleave", 5)(at(pointers), keys, columns, at(panel), panel.strides[0])
+        function(record, "interleave", 5)(at(pointers), keys, padded, at(panel), panel.strides[0])
         assert (panel[-1] == 7.5).all()
-        assert (panel[:, columns:] == 7.5).all()
+        assert (panel[:, padded:] == 7.5).all()
         function(record, blocks.value_name(lanes, vectors), 10)(
             at(panel),
             panel.strides[0],

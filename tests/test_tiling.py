@@ -43,6 +43,8 @@ TILE_TILINGS = [
     Tiling(score_block=(16, 1)),
     Tiling(score_block=(48, 1)),
     Tiling(value_block=(16, 4)),
+    Tiling(value_block=(48, 1)),
+    Tiling(value_block=(16, 3), score_block=(16, 3)),
     Tiling(prefetch_rows=0),
 ]
 

@@ -33,8 +33,7 @@ def score_shapes(isa: Isa) -> list[tuple[int, int]]:
 
 def value_shapes(isa: Isa) -> list[tuple[int, int]]:
     """Shapes of the value block: lanes of an item are exact, or whole granules."""
-    vectors = range(isa.k_pack, isa.tiling.value_block[1] + 1, isa.k_pack)
-    return sorted((n, v) for n in isa.value_lanes for v in vectors)
+    return sorted((n, v) for n in isa.value_lanes for v in isa.value_vectors)
 
 
 def peak_flops(isa: Isa) -> int:

@@ -76,7 +76,6 @@ def build_weigh_values(isa: Isa) -> Function:
     f = Function("weigh_values", [("ptr", "v"), ("i64", "ldv"), ("i64", "columns"), ("ptr", "limits"), ("ptr", "p"),
                                   ("i64", "ldp"), ("i64", "lanes"), ("ptr", "o"), ("i64", "ldo"), ("ptr", "alpha"),
                                   ("i64", "accumulate")])  # fmt: skip
-    most = isa.tiling.value_block[1]
     vectors = f.value(f"udiv i64 %columns, {isa.vector_width}")
     turn = isa.tiling.value_unroll
 
@@ -98,7 +97,7 @@ def build_weigh_values(isa: Isa) -> Function:
 
         _loop_blocks(f, "%lanes", isa.value_lanes, lane_block)
 
-    _loop_blocks(f, vectors, range(most, 0, -isa.k_pack), column_block)
+    _loop_blocks(f, vectors, isa.value_vectors, column_block)
     return f
 
 

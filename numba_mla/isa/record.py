@@ -180,6 +180,11 @@ class Isa:
         return (most, *(n for n in (4, 2, 1) if n < most))
 
     @property
+    def value_vectors(self) -> tuple[int, ...]:
+        """Vectors of columns of a value block: the most, and what covers any rest, largest first."""
+        return tuple(range(self.tiling.value_block[1], 0, -self.k_pack if self.has_step_order else -1))
+
+    @property
     def weight_rows(self) -> tuple[int, ...]:
         """Rows of a block of packed weights: the most, and what covers any rest, largest first."""
         most = self.blocks.weight[0]

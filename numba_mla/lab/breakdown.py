@@ -5,22 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..checks import FLOAT_DTYPES, check_count
+from ..checks import check_count
 from ..codegen.native import ROW_FORMATS
 from ..isa import Tiling
 from ..kernels.context import build_context
-from ..ops import decode, extend, prefill
 from ..parallel import threads
 from ..runtime import host, tiled_isa, use_table
-from ..testing.inputs import decode_problem, latent_problem, prefill_problem
-from .inspection import ATTENTION
 from .timers import Timers
+from .workload import LATENT, QK_DIM, ROW_WIDTH, V_DIM, Workload
 
 QK, PV, REST = "QK", "PV", "rest"
 # Functions of each stage, by name or, of families, without the element type.
@@ -38,8 +35,6 @@ STAGES = {
 }
 _STAGE_OF = {name: stage for stage, names in STAGES.items() for name in names}
 _ELEMENT = re.compile(rf"_({'|'.join(ROW_FORMATS)})$")
-# DeepSeek V3's sizes.
-_LATENT, _ROTARY, _QK_DIM, _V_DIM = 512, 64, 192, 128
 
 
 class Row(NamedTuple):
@@ -116,7 +111,7 @@ def breakdown(op: str, *, num_requests: int = 1, num_heads: int = 128, seq_len: 
     seq_len : int
         Tokens of each request, new ones included.
     num_new : int, optional
-        New tokens of each request; only of an extend, which needs it. Decode has one, prefill ``seq_len``.
+        Of extend: new tokens of each request, 64 (or all) by default; 1 in decode, all in prefill.
     block_size : int
         Rows of a page; of decode and extend.
     dtype : str
@@ -152,25 +147,19 @@ def breakdown(op: str, *, num_requests: int = 1, num_heads: int = 128, seq_len: 
     >>> round(sum(row.share for row in found.rows), 6)
     1.0
     """
-    counts = {"num_requests": num_requests, "num_heads": num_heads, "seq_len": seq_len, "block_size": block_size}
-    for name, value in counts.items():
-        check_count(name, value, 1)
     check_count("repeats", repeats, 1)
-    problem, flops = _workload(op, num_requests, num_heads, seq_len, num_new, block_size, dtype)
+    workload = Workload(op, num_requests=num_requests, num_heads=num_heads, seq_len=seq_len, num_new=num_new,
+                        block_size=block_size, dtype=dtype, isa=isa)  # fmt: skip
     record = tiled_isa(isa, dtype, tiling, one_head=op == "prefill")
     triple = host().triple
     timers, plain = Timers(record, triple), build_context(record, triple)
-    call = partial(_OPS[op], **problem)
     with threads(1):
         with use_table(plain):
-            call()
-        runs = [_run(call, timers, plain) for _ in range(repeats)]
+            workload.run()
+        runs = [_run(workload.run, timers, plain) for _ in range(repeats)]
     plain_seconds = min(run.plain_seconds for run in runs)
     run = min(runs, key=lambda run: run.seconds)
-    return Breakdown(op, record.name, _rows(run, flops), run.seconds, plain_seconds)
-
-
-_OPS: dict[str, Callable] = {"decode": decode, "extend": extend, "prefill": prefill}
+    return Breakdown(op, record.name, _rows(run, _flops(workload)), run.seconds, plain_seconds)
 
 
 class _Run(NamedTuple):
@@ -209,27 +198,7 @@ def _rows(run: _Run, flops: Mapping[str, int]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _workload(op: str, num_requests: int, num_heads: int, seq_len: int, num_new: int | None, block_size: int,
-              dtype: str) -> tuple[dict[str, Any], dict[str, int]]:  # fmt: skip
-    """An operation's arguments for requests that are alike, and the floating point operations of both products."""
-    if op not in ATTENTION:
-        raise ValueError(f"op: expected one of {', '.join(ATTENTION)}, got {op!r}")
-    names = [known.name for known in FLOAT_DTYPES]
-    if dtype not in names:
-        raise ValueError(f"dtype: expected one of {', '.join(names)}, got {dtype!r}")
-    if (num_new is None) == (op == "extend"):
-        raise ValueError(f"num_new: expected a number of tokens with extend, and only there, got {num_new} with {op}")
-    rng, lengths = np.random.default_rng(0), [seq_len] * num_requests
-    if op == "decode":
-        new, widths = 1, (_LATENT + _ROTARY, _LATENT)
-        problem = decode_problem(rng, num_heads, lengths, block_size, _LATENT, _ROTARY, dtype)
-    elif op == "extend":
-        new, widths = check_count("num_new", num_new, 1), (_LATENT + _ROTARY, _LATENT)
-        if new > seq_len:
-            raise ValueError(f"num_new: expected at most seq_len = {seq_len}, got {new}")
-        problem = latent_problem(rng, num_heads, lengths, [new] * num_requests, block_size, _LATENT, _ROTARY, dtype)
-    else:
-        new, widths = seq_len, (_QK_DIM, _V_DIM)
-        problem = prefill_problem(rng, num_heads, lengths, None, _QK_DIM, _V_DIM, dtype)
-    seen = num_requests * num_heads * (new * (seq_len - new) + new * (new + 1) // 2)
-    return problem, {QK: 2 * seen * widths[0], PV: 2 * seen * widths[1]}
+def _flops(workload: Workload) -> dict[str, int]:
+    """Floating point operations of both products."""
+    widths = (QK_DIM, V_DIM) if workload.op == "prefill" else (ROW_WIDTH, LATENT)
+    return {stage: workload.flops // sum(widths) * width for stage, width in zip((QK, PV), widths, strict=True)}

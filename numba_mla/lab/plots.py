@@ -179,7 +179,7 @@ def _axes(ax):
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'numba-mla[plots]'") from error
+        raise ImportError("pictures need matplotlib: pip install 'numba-mla[lab]'") from error
     return plt.subplots(figsize=(7, 4.5), layout="constrained")[1]
 
 
