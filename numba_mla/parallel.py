@@ -30,8 +30,8 @@ _asked: ContextVar[int | None] = ContextVar("numba_mla_threads", default=None)
 # Numba's workqueue layer ends the process when two threads launch at once. The lock is reentrant for the sake
 # of signal handlers, whose calls may come before the kernel that another call of their thread is about to launch.
 _launch_lock = threading.RLock()
-# Whether Numba's threads have been started: its own word for the layer comes earlier.
-_started: list[bool] = []
+# The layer, once Numba's threads have been started: its own word for that comes earlier.
+_started: list[str] = []
 # In the order in which a call takes them: this module's, and those of compilers.
 _fork_locks = (_launch_lock, link_lock, global_compiler_lock, llvmlite.binding.ffi.lib._lock)
 _held_for_fork = contextlib.ExitStack()
@@ -81,8 +81,9 @@ def threads(n: int) -> Iterator[None]:
 
 def num_threads() -> int:
     """Threads that a call made now would use."""
-    load_tbb()
-    if threading_layer() == "omp" and _launching_process() != os.getpid():
+    if not _started:
+        load_tbb()
+    if (_started[0] if _started else threading_layer()) == "omp" and _launching_process() != os.getpid():
         _warn_of_fork(os.getpid())
         return 1
     asked = _asked.get()
@@ -108,12 +109,13 @@ def _start_layer() -> None:
             starter = threading.Thread(target=numba.get_num_threads)
             starter.start()
             starter.join()
-        _started.append(True)
+        _launching_process()
+        _started.append(threading_layer())
 
 
 @cache
 def _launching_process() -> int:
-    """The process that first launched a parallel kernel, or asked; a forked child inherits the answer."""
+    """The process that started the threads, or asked; a forked child inherits the answer."""
     return os.getpid()
 
 
@@ -156,9 +158,8 @@ def threading_layer() -> str:
 
 def launch(parallel_kernel: Callable, *arguments: Any) -> Any:
     """Run a parallel kernel: threads started before the first, one kernel at a time on workqueue."""
-    _launching_process()
     _start_layer()
-    if threading_layer() in ("tbb", "omp"):
+    if _started[0] in ("tbb", "omp"):
         return parallel_kernel(*arguments)
     with _launch_lock:
         return parallel_kernel(*arguments)
