@@ -1,6 +1,8 @@
 """Tilings: what they change and what they do not, what is refused and why, files."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -152,6 +154,24 @@ def test_defaults_are_complete_and_the_same_for_every_shape():
             assert (default.key_tile, default.kv_split) == (256, 1024)
     with pytest.raises(ValueError, match="op: expected one of 'decode'"):
         numba_mla.default_tiling("bmm")
+
+
+def test_defaults_are_those_of_the_readme():
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) / (\d+) \| (\d+)[^|]*\| (\d+) x (\d) \| (\d+) x (\d) \| (\S+) \|$",
+                      (Path(__file__).parents[1] / "README.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert [row[0] for row in rows] == ["amx_bf16", "avx512bf16", "avx512f", "avx2"]
+    for name, lanes, of_one_head, vector, *blocks, interleave in rows:
+        record = select(TILES, forced=name)
+        tiling = record.tiling
+        assert (tiling.lane_group, record.prefill_group, record.vector_width) == (
+            int(lanes),
+            int(of_one_head),
+            int(vector),
+        )
+        assert (*tiling.score_block, *tiling.value_block) == tuple(map(int, blocks))
+        assert interleave == (tiling.interleave if record.k_pack > 1 else "-")
+        assert (tiling.score_unroll, tiling.value_unroll) == (16, 32 if name == "amx_bf16" else 4)
+        assert (tiling.prefetch_rows, tiling.key_tile, tiling.kv_split) == (16, 256, 1024)
 
 
 def test_default_spelt_out_is_the_default(isa, rng):
