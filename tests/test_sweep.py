@@ -2,13 +2,14 @@
 
 import json
 import sys
+import warnings
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from numba_mla import Tiling, parallel
-from numba_mla.lab import Table, register_blocks, sweep, timing, workload
+from numba_mla.lab import Table, progress, register_blocks, sweep, timing, workload
 from numba_mla.lab.register_blocks import RegisterBlock
 
 SMALL = {"num_heads": 3, "seq_len": 20, "seconds": 0.005}
@@ -163,3 +164,12 @@ def test_tables(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="needs pandas, which is not installed"):
         table.to_pandas()
     assert str(Table()) == ""
+
+
+def test_a_notebook_without_widgets_gets_no_bar_and_no_warning(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with progress.shown(None) as tell:
+            tell(0.5, "under way")

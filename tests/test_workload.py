@@ -142,3 +142,9 @@ def test_misuse(arguments, kind, message):
 def test_a_tiling_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="tiling: expected one that fits generic"):
         Workload("decode", isa="generic").candidate(Tiling(lane_group=33))
+
+
+def test_the_first_check_is_of_the_tiling_s_own_result():
+    made = Workload("decode", num_heads=3, seq_len=300, isa="generic")
+    assert made.check(Tiling(key_tile=64)).same_bits is False
+    assert made.check().same_bits

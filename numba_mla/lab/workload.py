@@ -205,9 +205,11 @@ class Workload:
             first, middle and last tokens, with all heads. A result with the bits of the default one is not computed
             again: its error is the default one's.
         """
+        # Before the run: making it leaves the default tiling's result in the same outputs.
+        expected = self._expected
         found = self._run_spoilt(tiling)
-        if all(np.array_equal(x, y) for x, y in zip(found, self._expected.bits, strict=True)):
-            return Check(self._expected.error, True)
+        if all(np.array_equal(x, y) for x, y in zip(found, expected.bits, strict=True)):
+            return Check(expected.error, True)
         return Check(self._error(), False)
 
     @cached_property
