@@ -120,4 +120,12 @@ def test_item_order():
     items, groups, _, _ = plan(lengths, [1] * 4, 16, 1, item_order=schedule.HEAVIEST)
     assert groups[items[:, schedule.GROUP], schedule.REQUEST].tolist() == [1, 3, 0, 2]
     items, groups, _, _ = plan(lengths, [1] * 4, 16, 1, item_order=schedule.ROWS)
-    assert groups[items[:, schedule.GROUP], schedule.REQUEST].tolist() == [3, 2, 1, 0]
+    assert groups[items[:, schedule.GROUP], schedule.REQUEST].tolist() == [0, 1, 2, 3]
+
+
+def test_of_a_head_the_items_that_see_the_most_come_first():
+    """Heads in their order, so that neighbours in memory follow one another."""
+    items, groups, _, _ = plan([100], [100], 3, 1, group_heads=1, lane_group=32, item_order=schedule.ROWS)
+    taken = groups[items[:, schedule.GROUP]]
+    assert taken[:, schedule.FIRST_HEAD].tolist() == sorted([0, 1, 2] * 4)
+    assert taken[:, schedule.END].tolist() == [100, 96, 64, 32] * 3

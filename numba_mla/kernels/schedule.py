@@ -165,13 +165,23 @@ def _count_items(groups, kv_split):
 
 
 @kernel
-def _reverse(items):
-    """The items from the last to the first: of the groups of one head, those that see the most keys come first."""
-    reversed_items = np.empty_like(items)
-    for item in range(len(items)):
-        for column in range(ITEM_SIZE):
-            reversed_items[item, column] = items[len(items) - 1 - item, column]
-    return reversed_items
+def _order_by_rows(items, groups):
+    """The items by their key rows: head after head, and of a head's groups those that see the most keys first."""
+    ordered = np.empty_like(items)
+    first = 0
+    while first < len(items):
+        head = groups[items[first, GROUP]]
+        end = first + 1
+        while end < len(items):
+            other = groups[items[end, GROUP]]
+            if other[REQUEST] != head[REQUEST] or other[FIRST_HEAD] != head[FIRST_HEAD]:
+                break
+            end += 1
+        for item in range(first, end):
+            for column in range(ITEM_SIZE):
+                ordered[item, column] = items[first + end - 1 - item, column]
+        first = end
+    return ordered
 
 
 @kernel
@@ -233,5 +243,5 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, causal, cu
     items, costs, num_slots, longest_run = _cut_groups(groups, cut.kv_split, num_workers)
     many = len(items) > SORTED_ITEMS * num_workers
     if cut.item_order == ROWS or (cut.item_order == AUTO and many):
-        return _reverse(items), groups, num_slots, longest_run
+        return _order_by_rows(items, groups), groups, num_slots, longest_run
     return _sort(items, costs), groups, num_slots, longest_run
