@@ -24,19 +24,21 @@ def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str
 def build_score(isa: Isa) -> Function:
     """``S[key, lane] = sum_k K[key, k] Q[k, lane]``.
 
-    Arguments of the function: ``rows``, addresses of key rows, and ``ahead``, of rows to prefetch on the first
-    pass over lanes; ``keys``, whole blocks; ``q``, packed [step][lane]; ``lanes``, whole vectors; ``steps``;
-    ``s``, float32 [key][lane]; ``stride``, the bytes of a step and of a key; ``starts``, for each block of keys
-    the first vector of lanes that sees any of them, as all further ones do: scores of those before it are not
-    computed.
+    Arguments of the function: ``rows``, addresses of key rows, ``ahead``, of rows to prefetch on the first pass over
+    lanes, and ``later``, of rows to prefetch on the second, or null; ``keys``, whole blocks; ``q``, packed
+    [step][lane]; ``lanes``, whole vectors; ``steps``; ``s``, float32 [key][lane]; ``stride``, the bytes of a step and
+    of a key; ``starts``, for each block of keys the first vector of lanes that sees any of them, as all further ones
+    do: scores of those before it are not computed.
     """
-    f = Function("score", [("ptr", "rows"), ("ptr", "ahead"), ("i64", "keys"), ("ptr", "q"), ("i64", "lanes"),
-                           ("i64", "steps"), ("ptr", "s"), ("i64", "stride"), ("ptr", "starts")])  # fmt: skip
+    f = Function("score", [("ptr", "rows"), ("ptr", "ahead"), ("ptr", "later"), ("i64", "keys"), ("ptr", "q"),
+                           ("i64", "lanes"), ("i64", "steps"), ("ptr", "s"), ("i64", "stride"),
+                           ("ptr", "starts")])  # fmt: skip
     rows, most = isa.tiling.score_block
     vectors = f.value(f"udiv i64 %lanes, {isa.vector_width}")
+    wanted = f.value("icmp ne ptr %later, null")
     with f.loop(0, "%keys", rows) as key:
         at = f.value(f"shl i64 {key.index}, 3")
-        here, soon = f.offset("%rows", at), f.offset("%ahead", at)
+        here, soon, later = (f.offset(name, at) for name in ("%rows", "%ahead", "%later"))
         line = f.offset("%s", f.value(f"mul i64 {key.index}, %stride"))
         seen_from = f.load("i64", f.offset("%starts", f.value(f"udiv i64 {at}, {rows}")))
         row = [f.load("ptr", f.offset(here, 8 * r), align=8) for r in range(rows)] if isa.tiles is None else []
@@ -44,9 +46,12 @@ def build_score(isa: Isa) -> Function:
         def block(start: str, size: int) -> None:
             lane_bytes = f.value(f"mul i64 {start}, {isa.vector_bytes}")
             first = f.value(f"icmp eq i64 {start}, {seen_from}")
+            is_next = f.value(f"icmp ule i64 {start}, {f.value(f'add i64 {seen_from}, {most}')}")
+            second = f.value(f"and i1 {is_next}, {wanted}")
             q, s = f.offset("%q", lane_bytes), f.offset(line, lane_bytes)
             if isa.tiles is not None:
-                ahead = f.value(f"select i1 {first}, ptr {soon}, ptr {here}")
+                further = f.value(f"select i1 {second}, ptr {later}, ptr {here}")
+                ahead = f.value(f"select i1 {first}, ptr {soon}, ptr {further}")
                 f.do(
                     f"call void @{dot_name(rows, size)}(ptr {here}, ptr {ahead}, ptr {q}, i64 %stride, i64 %steps, "
                     f"ptr {s}, i64 %stride, i64 0)"
@@ -59,7 +64,7 @@ def build_score(isa: Isa) -> Function:
                 target = [f.offset(s, f.value(f"mul i64 %stride, {r}")) for r in range(rows)]
                 store_block(f, isa, target, sums, size)
 
-            f.branch(first, lambda: scores(soon), lambda: scores(None))
+            f.branch(first, lambda: scores(soon), lambda: f.branch(second, lambda: scores(later), lambda: scores(None)))
 
         _loop_blocks(f, vectors, range(most, 0, -1), block, seen_from)
     return f

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -17,10 +18,12 @@ from .context import (
     FINISH,
     ITEM_ORDER,
     K_PACK,
+    KEY_PADDING,
     KEY_TILE,
     KV_SPLIT,
     LANE_GROUP,
     LEAST_LANES,
+    LIST_ROWS,
     NARROW,
     NATIVE_BYTES,
     PACK,
@@ -63,6 +66,15 @@ from .source import fetch
 from .validity import DONE, admit
 
 LOG2_E = 1 / math.log(2)
+
+
+class Outlook(NamedTuple):
+    """What a worker's next item may be: the plan, where queries begin, and where the next item's place is counted."""
+
+    items: np.ndarray
+    groups: np.ndarray
+    query_start_loc: np.ndarray
+    counter: int
 
 
 @kernel
@@ -149,8 +161,31 @@ def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
 
 
 @kernel
-def _attend_split(context, p, sources, table, group, lanes, split, state, scratch, exponent_scale):
-    """One split from an empty state on, key tile by key tile."""
+def _look_ahead(context, p, outlook, scratch):
+    """Take the next item, and list its queries, as many as a key tile has rows: they come from far away.
+
+    Prefetched while the last key tile of the item before is in hand, they are there when it is done.
+    """
+    index = fetch_add(outlook.counter, 1)
+    store_i64(scratch.following, index)
+    if index >= len(outlook.items):
+        return numba.int64(0)
+    group = outlook.groups[outlook.items[index, GROUP]]
+    first_token = outlook.query_start_loc[group[REQUEST]]
+    num_rows = context[KEY_TILE] + context[KEY_PADDING]
+    num_listed = min(num_rows, group[NUM_LANES])
+    for i in range(num_listed):
+        lane = group[FIRST_LANE] + i
+        token = lane // p.group_heads
+        row, column = first_token + token, group[FIRST_HEAD] + lane - token * p.group_heads
+        store_i64(scratch.upcoming + 8 * i, p.q + row * p.q_token_stride + column * p.q_head_stride)
+    call(context[LIST_ROWS], (scratch.upcoming + 8 * num_listed, scratch.zeros, 0, num_rows - num_listed))
+    return scratch.upcoming
+
+
+@kernel
+def _attend_split(context, p, sources, table, group, lanes, split, is_last, outlook, state, scratch, exponent_scale):
+    """One split from an empty state on, key tile by key tile; the last one of an item looks ahead."""
     keys, values = sources
     end = group[END]
     clear(state, lanes.padded)
@@ -162,13 +197,16 @@ def _attend_split(context, p, sources, table, group, lanes, split, state, scratc
         value_rows = key_rows
         if p.values != 0:
             value_rows, _ = fetch(context, values, table, group[REQUEST], first, num_keys, end)
-        attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, scratch.scores, scratch.alpha,
-               dot_steps(context, p), p.value_width, exponent_scale, int(first > first_key),
+        later = numba.int64(0)
+        if is_last and first + key_tile >= last:
+            later = _look_ahead(context, p, outlook, scratch)
+        attend(context, key_rows, ahead, later, value_rows, first, num_keys, lanes, state, scratch.scores,
+               scratch.alpha, dot_steps(context, p), p.value_width, exponent_scale, int(first > first_key),
                scratch.spare)  # fmt: skip
 
 
 @kernel
-def _attend_run(context, p, sources, table, group, lanes, item, result, scratch, exponent_scale):
+def _attend_run(context, p, sources, table, group, lanes, item, outlook, result, scratch, exponent_scale):
     """A run of splits, merged as the fixed tree has it, into the state at ``result``.
 
     A stack holds finished subtrees of falling sizes, the first of them at ``result``: after split i it merges as
@@ -179,10 +217,12 @@ def _attend_run(context, p, sources, table, group, lanes, item, result, scratch,
         clear(state_at(scratch, result), lanes.padded)
     for i in range(num_splits):
         top = state_at(scratch, result if depth == 0 else scratch.states + depth * scratch.state_bytes)
-        _attend_split(context, p, sources, table, group, lanes, item[FIRST_SPLIT] + i, top, scratch, exponent_scale)
+        is_last = i + 1 == num_splits
+        _attend_split(context, p, sources, table, group, lanes, item[FIRST_SPLIT] + i, is_last, outlook, top, scratch,
+                      exponent_scale)  # fmt: skip
         depth += 1
         finished = i + 1
-        while depth > 1 and (finished % 2 == 0 or i + 1 == num_splits):
+        while depth > 1 and (finished % 2 == 0 or is_last):
             below = result if depth == 2 else scratch.states + (depth - 2) * scratch.state_bytes
             a = state_at(scratch, below)
             b = state_at(scratch, scratch.states + (depth - 1) * scratch.state_bytes)
@@ -228,13 +268,14 @@ def _write_lanes(context, p, group, first_token, state, score_scale, value_scale
 
 
 @kernel
-def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots, scratch, score_scale, value_scale):
+def _run_item(context, p, item, outlook, seq_lens, table, slots, scratch, score_scale, value_scale):
     """One work item; whoever finishes the last item of a split group merges and writes the group."""
     exponent_scale = numba.float32(score_scale * LOG2_E)
+    groups = outlook.groups
     group = groups[item[GROUP]]
     request = group[REQUEST]
-    first_token = query_start_loc[request]
-    num_new = query_start_loc[request + 1] - first_token
+    first_token = outlook.query_start_loc[request]
+    num_new = outlook.query_start_loc[request + 1] - first_token
     lanes = _pack_lanes(context, p, group, first_token, seq_lens[request], num_new, scratch)
     head = group[FIRST_HEAD]
     sources = key_source(context, p, head, scratch), value_source(context, p, head, scratch)
@@ -243,7 +284,7 @@ def _run_item(context, p, item, groups, seq_lens, query_start_loc, table, slots,
         _prefetch_outputs(context, p, group, first_token)
     else:
         result = slots + item[SLOT] * scratch.state_bytes
-    _attend_run(context, p, sources, table, group, lanes, item, result, scratch, exponent_scale)
+    _attend_run(context, p, sources, table, group, lanes, item, outlook, result, scratch, exponent_scale)
     if item[SLOT] >= 0:
         if fetch_add(groups.ctypes.data + 8 * (item[GROUP] * GROUP_SIZE + REMAINING), -1) > 1:
             return
@@ -266,12 +307,15 @@ def _work(worker, context, placed, score_scale, value_scale, metadata, plan, nex
     slots = workspace + num_workers * size
     if context[CONFIGURE_TILES] != 0:
         call(context[CONFIGURE_TILES], ())
-    while True:
-        index = fetch_add(next_item.ctypes.data, 1)
-        if index >= len(items):
-            break
-        _run_item(context, p, items[index], groups, seq_lens, query_start_loc, table, slots, scratch, score_scale,
-                  value_scale)  # fmt: skip
+    outlook = Outlook(items, groups, query_start_loc, next_item.ctypes.data)
+    index = fetch_add(outlook.counter, 1)
+    while index < len(items):
+        store_i64(scratch.following, -1)
+        _run_item(context, p, items[index], outlook, seq_lens, table, slots, scratch, score_scale, value_scale)
+        index = load_i64(scratch.following)
+        # An item without keys has no last key tile, in which the next one is taken.
+        if index < 0:
+            index = fetch_add(outlook.counter, 1)
     if context[RELEASE_TILES] != 0:
         call(context[RELEASE_TILES], ())
 

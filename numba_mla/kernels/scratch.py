@@ -27,7 +27,10 @@ from .source import RowSource, most_rows_listed
 
 
 class Scratch(NamedTuple):
-    """Addresses of the pieces; ``end`` is one past the last. ``states`` is a stack of ``state_bytes`` each."""
+    """Addresses of the pieces; ``end`` is one past the last. ``states`` is a stack of ``state_bytes`` each.
+
+    ``following`` is for the place of the item that is taken next, and ``upcoming`` for addresses of its queries.
+    """
 
     q_packed: int
     scores: int
@@ -39,6 +42,8 @@ class Scratch(NamedTuple):
     value_stride: int
     rows_bytes: int
     spare: Spare
+    following: int
+    upcoming: int
     low: int
     high: int
     alpha: int
@@ -112,7 +117,9 @@ def lay_out(context, p, longest_run, base):
     spare_out = spare_scores + line_up(4 * padded_keys * group)
     limits = spare_out + group * out_stride
     starts = limits + line_up(8 * (group // context[VECTOR_WIDTH]))
-    low = starts + rows_bytes
+    following = starts + rows_bytes
+    upcoming = following + LINE
+    low = upcoming + rows_bytes
     high = low + lane_bytes
     alpha = high + lane_bytes
     weights = alpha + lane_bytes
@@ -121,8 +128,8 @@ def lay_out(context, p, longest_run, base):
     end = states + levels * state_bytes
     spare = Spare(limits, starts, spare_rows, spare_scores, spare_out, pairs, pairs_stride, zeros)
     return Scratch(q_packed, scores, key_rows, key_panel, key_stride, value_rows, value_panel, value_stride,
-                   rows_bytes, spare, low, high, alpha, weights, zeros, group, out_stride, state_bytes,
-                   states, end)  # fmt: skip
+                   rows_bytes, spare, following, upcoming, low, high, alpha, weights, zeros, group, out_stride,
+                   state_bytes, states, end)  # fmt: skip
 
 
 @kernel

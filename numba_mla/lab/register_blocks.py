@@ -79,7 +79,7 @@ def _score(isa: Isa) -> Candidate:
     steps = np.ascontiguousarray(k.view(np.float32)), np.ascontiguousarray(q.view(np.float32).T)
     scores = np.empty((rows * turns, lanes), np.float32)
     pointers, starts = _pointers(np.tile(_rows_of(steps[0]), turns)), np.zeros(turns, np.int64)
-    run = _bind(isa, "score", pointers, pointers, rows * turns, steps[1], lanes, len(steps[1]), scores,
+    run = _bind(isa, "score", pointers, pointers, 0, rows * turns, steps[1], lanes, len(steps[1]), scores,
                 scores.strides[0], starts)  # fmt: skip
 
     def check() -> Check:
