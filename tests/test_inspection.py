@@ -63,7 +63,7 @@ def test_a_spilling_tiling_is_reported(no_mca, name):
     assert found["value"].symbol == "value_16x2"
     assert found.spills == found["score"].spills + found["value"].spills
     assert found["softmax"].spills == ()
-    assert f"{len(found['score'].spills)} spills, such as `" in str(found)
+    assert f"{len(found['score'].spills)} spills in its inner loops, such as `" in str(found)
     assert f"| value | `value_16x2` | {sum(found['value'].mix.values())} |" in found._repr_markdown_()
 
 

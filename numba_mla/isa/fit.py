@@ -47,6 +47,8 @@ def _misfits(isa: Isa, tiling: Tiling) -> Iterator[str]:
         yield f"lane_group {tiling.lane_group} is not divided by a vector's {isa.vector_width} lanes"
     if tiling.kv_split % tiling.key_tile:
         yield f"kv_split {tiling.kv_split} is not divided by key_tile {tiling.key_tile}"
+    if tiling.least_lanes > tiling.lane_group:
+        yield f"least_lanes {tiling.least_lanes} are more than lane_group {tiling.lane_group}"
     for name in ("score_unroll", "value_unroll"):
         number = getattr(tiling, name)
         if number & (number - 1):
@@ -55,10 +57,11 @@ def _misfits(isa: Isa, tiling: Tiling) -> Iterator[str]:
 
 
 def _vector_misfits(isa: Isa, tiling: Tiling) -> Iterator[str]:
-    for name in ("value_unroll", "value_block"):
-        number = tiling.value_unroll if name == "value_unroll" else tiling.value_block[1]
-        if number % isa.k_pack:
-            yield f"{name} {getattr(tiling, name)} is not divided by the {isa.k_pack} keys of a dot step"
+    if tiling.value_unroll % isa.k_pack:
+        yield f"value_unroll {tiling.value_unroll} is not divided by the {isa.k_pack} keys of a dot step"
+    vectors = tiling.value_block[1]
+    if vectors % isa.k_pack:
+        yield f"value_block {tiling.value_block}: its {vectors} vectors are not pairs, as two keys fill them"
     if tiling.interleave == "separate" and isa.k_pack == 1:
         yield "interleave 'separate': single values of float32 are not interleaved"
 

@@ -12,7 +12,7 @@ from ..codegen.link import assembly
 from ..errors import IsaUnavailableError
 from ..isa import Isa, Tiling, fit, select
 from ..isa.host import Host
-from ..isa.select import made_up_host
+from ..isa.select import MODULES, made_up_host
 from ..runtime import available_isas, check_tiling, host, select_isa
 from .mca import View, view
 
@@ -63,8 +63,12 @@ class Routine:
     mca: View
 
     def __str__(self) -> str:
-        spilled = f"{len(self.spills)} spills, such as `{self.spills[0]}`" if self.spills else "no spills"
+        spilled = "no spills"
+        if self.spills:
+            spilled = f"{len(self.spills)} spills in its inner loops, such as `{self.spills[0]}`"
         shown = ", ".join(f"{count} {name}" for name, count in list(self.mix.items())[:_SHOWN])
+        others = sum(list(self.mix.values())[_SHOWN:])
+        shown += f" and {others} others" if others else ""
         return (
             f"{self.stage} ({self.symbol}): {spilled}\n"
             f"  a turn: {sum(self.mix.values())} instructions ({shown}), {self.flops} flop, "
@@ -166,6 +170,8 @@ def inspect(op: str, isa: str | None = None, tiling: Tiling | None = None) -> In
     """
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    if isinstance(isa, str) and isa not in MODULES:
+        raise IsaUnavailableError(f"isa: expected one of {', '.join(MODULES)}, got {isa!r}")
     here = not isinstance(isa, str) or isa in available_isas()
     machine = host() if here else made_up_host()
     record = select_isa(isa) if here else select(machine, forced=isa)

@@ -13,6 +13,8 @@ from ..isa.host import Host
 TURNS = 100
 _NEWEST, _OLDEST = 40, 10
 _TIMEOUT_S = 60
+# A processor that every version knows, with all vectors.
+_PLAIN = "x86-64-v4"
 
 
 class View(NamedTuple):
@@ -38,7 +40,7 @@ def find_mca() -> str | None:
 def view(loop: str, isa: Isa, machine: Host) -> View:
     """Ask llvm-mca for a loop, as it stands in a listing of a record's functions, over TURNS turns.
 
-    By its model of the machine's processor, or of the one compiled for where it is too old to know that.
+    By its model of the machine's processor, or of the one compiled for where it is too old to know that, or of any.
     """
     program = find_mca()
     if program is None:
@@ -46,7 +48,8 @@ def view(loop: str, isa: Isa, machine: Host) -> View:
     if not loop:
         return View(None, "there is no loop")
     refused = View(None)
-    for cpu in dict.fromkeys((machine.cpu, isa.cpu)):
+    plain = [_PLAIN] if machine.triple.startswith("x86_64") else []
+    for cpu in dict.fromkeys((machine.cpu, isa.cpu, *plain)):
         command = [program, f"-mtriple={machine.triple}", f"-mcpu={cpu}", f"-mattr={isa.features}",
                    f"-iterations={TURNS}", "-bottleneck-analysis"]  # fmt: skip
         try:
