@@ -43,3 +43,18 @@ def vector_isa(request):
     """Every instruction set whose products run on vectors."""
     with numba_mla.use_isa(request.param):
         yield request.param
+
+
+@pytest.fixture
+def run_cli(monkeypatch, capfd):
+    """Run the command line in this process; return exit code, stdout and stderr."""
+    from numba_mla import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["numba-mla", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capfd.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run

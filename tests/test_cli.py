@@ -46,20 +46,6 @@ def folder(good_folder, tmp_path):
 
 
 @pytest.fixture
-def run_cli(monkeypatch, capfd):
-    """Run the command line in this process; return exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["numba-mla", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capfd.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
 def refused(run_cli):
     """Run the command line on bad input; return the one line it prints."""
 

@@ -17,17 +17,9 @@ SMALL = ["--num-heads", "3", "--seq-len", "20", "--isa", "generic"]
 
 
 @pytest.fixture
-def run_cli(monkeypatch, capfd):
+def run_tune(run_cli):
     """Run ``tune`` in this process; return exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["numba-mla", "tune", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capfd.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return run
+    return lambda *arguments: run_cli("tune", *arguments)
 
 
 @pytest.fixture
@@ -38,9 +30,9 @@ def faster(monkeypatch):
     return tuned
 
 
-def test_the_tiling_is_printed_and_saved(run_cli, faster, tmp_path):
+def test_the_tiling_is_printed_and_saved(run_tune, faster, tmp_path):
     path = tmp_path / "tiling.json"
-    exit_code, out, err = run_cli("decode", *SMALL, "--save", path)
+    exit_code, out, err = run_tune("decode", *SMALL, "--save", path)
     assert (exit_code, err) == (0, "")
     for words in ("num_heads 3", "2,000.0 us", "1,000.0 us", "2.000", "7 tilings", "Tiling(lane_group=64)"):
         assert words in out
@@ -48,8 +40,8 @@ def test_the_tiling_is_printed_and_saved(run_cli, faster, tmp_path):
     assert Tiling.load(path) == faster.tiling
 
 
-def test_json(run_cli, faster):
-    exit_code, out, _ = run_cli("extend", *SMALL, "--num-new", 4, "--threads", 1, "--json")
+def test_json(run_tune, faster):
+    exit_code, out, _ = run_tune("extend", *SMALL, "--num-new", 4, "--threads", 1, "--json")
     report = json.loads(out)
     assert exit_code == 0
     assert report["workload"]["num_new"] == 4
@@ -60,8 +52,8 @@ def test_json(run_cli, faster):
 
 
 @pytest.mark.parametrize("op", ["decode", "extend", "prefill"])
-def test_a_search(run_cli, op):
-    exit_code, out, err = run_cli(op, *SMALL, "--budget", 0.2, "--change-bits", "--json")
+def test_a_search(run_tune, op):
+    exit_code, out, err = run_tune(op, *SMALL, "--budget", 0.2, "--change-bits", "--json")
     report = json.loads(out)
     assert (exit_code, err) == (0, "")
     assert report["num_tried"] > 0
@@ -69,12 +61,12 @@ def test_a_search(run_cli, op):
     assert not report["interrupted"]
 
 
-def test_what_is_not_faster_is_said_so(run_cli):
-    assert "none is faster than the default" in run_cli("decode", *SMALL, "--budget", 0.01)[1]
+def test_what_is_not_faster_is_said_so(run_tune):
+    assert "none is faster than the default" in run_tune("decode", *SMALL, "--budget", 0.01)[1]
 
 
-def test_help(run_cli):
-    assert "--change-bits" in run_cli("--help")[1]
+def test_help(run_tune):
+    assert "--change-bits" in run_tune("--help")[1]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +87,9 @@ def test_help(run_cli):
         (["decode", "--save", "nowhere/tiling.json"], "--save: expected a file in a folder that exists, got nowhere"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(run_cli, monkeypatch, arguments, word):
+def test_bad_input_is_refused_in_one_line(run_tune, monkeypatch, arguments, word):
     monkeypatch.setattr(search._Search, "run", lambda self: pytest.fail("it searched"))
-    exit_code, out, err = run_cli(*arguments)
+    exit_code, out, err = run_tune(*arguments)
     assert (exit_code, out) == (2, "")
     assert err.startswith("numba-mla: ")
     assert err.count("\n") == 1
@@ -144,7 +136,7 @@ cli.main()
     assert Tiling.load(tmp_path / "tiling.json").lane_group == 16
 
 
-def test_an_interrupt_that_was_lost_ends_the_search(run_cli, monkeypatch):
+def test_an_interrupt_that_was_lost_ends_the_search(run_tune, monkeypatch):
     """As when it lands in a callback of the compiler: the next step of the search sees that there was one."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -156,7 +148,7 @@ def test_an_interrupt_that_was_lost_ends_the_search(run_cli, monkeypatch):
 
     monkeypatch.setattr(search._Search, "_is_right", lose_an_interrupt)
     try:
-        exit_code, out, _ = run_cli("decode", *SMALL, "--budget", 50, "--json")
+        exit_code, out, _ = run_tune("decode", *SMALL, "--budget", 50, "--json")
     finally:
         signal.signal(signal.SIGINT, before)
     assert exit_code == 130
