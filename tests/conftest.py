@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import platform
 import sys
 
@@ -14,6 +15,9 @@ from numba_mla.testing.amx.fixture import amx_emulation  # noqa: F401
 
 # It imports vLLM, which has an environment of its own; see CONTRIBUTING.md.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_vllm_ops.py"]
+
+# Notebooks, which pytest runs as well, take small sizes then.
+os.environ.setdefault("NUMBA_MLA_NOTEBOOK_SIZES", "small")
 
 AMX = "amx_bf16"
 RUNS_TILES = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
