@@ -135,12 +135,13 @@ def serve(calls: Calls[C], settings: tuple, arrays: Any, prepare: Callable[[], P
         call = calls.find(settings, arrays)
     if call is not None:
         complete = call.complete(arrays)
-        run(call, complete)
-        return complete
-    call, complete, out = prepare()
-    if all(given is None or given is taken for given, taken in zip(arrays, complete, strict=True)):
-        calls.keep(settings, arrays, call)
-    run(call, complete)
+        out = complete.out
+    else:
+        call, complete, out = prepare()
+        if all(given is None or given is taken for given, taken in zip(arrays, complete, strict=True)):
+            calls.keep(settings, arrays, call)
+    if run(call, complete) != DONE:
+        raise AssertionError("arrays of the forms that were found are not of these forms")
     if out is not complete.out:
         out[...] = complete.out
     return complete._replace(out=out)

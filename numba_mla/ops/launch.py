@@ -127,8 +127,8 @@ def run_attention(call: AttentionCall, arrays: Arrays, inputs: Callable[[Arrays]
                   explain: Callable[[Arrays], None]) -> int:  # fmt: skip
     """Run a call on the threads in force: DONE, or OTHER_FORM and nothing was done.
 
-    ``inputs`` gives the arrays that outputs must not meet, by their names in messages; ``explain`` says what is wrong
-    with metadata.
+    ``inputs`` gives the arrays that outputs must not meet, by their names in messages; ``explain`` raises what is
+    wrong with metadata.
     """
     objects, apart = objects_of(arrays), call.apart
     workers = 1 if call.is_small else num_threads()
@@ -147,4 +147,5 @@ def run_attention(call: AttentionCall, arrays: Arrays, inputs: Callable[[Arrays]
         else:
             if status == BAD_METADATA:
                 explain(arrays)
+                raise AssertionError("metadata that the kernel refused hold")
             return status
