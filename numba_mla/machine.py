@@ -65,21 +65,23 @@ class Yardstick:
         self._run_peak(1)
 
     def take_peak(self) -> float:
-        """Measure one slice of about 5 ms; the best so far."""
+        """Measure one slice of about 5 ms; the best one counts, this one is returned."""
         seconds = self._run_peak(self._turns)
-        self.gflops = max(self.gflops, self._flops_a_turn * self._turns / seconds * 1e-9)
+        gflops = self._flops_a_turn * self._turns / seconds * 1e-9
+        self.gflops = max(self.gflops, gflops)
         self._turns = max(1000, int(self._turns * min(8.0, _SLICE_S / seconds)))
-        return self.gflops
+        return gflops
 
     def take_bandwidth(self) -> float:
-        """Read 256 MiB once; the best bandwidth so far."""
+        """Read 256 MiB once; the best bandwidth counts, this one is returned: it changes with what else runs."""
         if self._memory is None:
             self._memory = np.ones(_READ_BYTES, np.uint8)
         each = _READ_BYTES // self._threads // LINE * LINE
         start = perf_counter()
         launch(run_read, self._context, self._memory.ctypes.data, each, self._targets.ctypes.data, self._threads)
-        self.read_gbps = max(self.read_gbps, each * self._threads / (perf_counter() - start) * 1e-9)
-        return self.read_gbps
+        gbps = each * self._threads / (perf_counter() - start) * 1e-9
+        self.read_gbps = max(self.read_gbps, gbps)
+        return gbps
 
     def _run_peak(self, turns: int) -> float:
         start = perf_counter()

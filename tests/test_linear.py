@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import numba_mla
+from numba_mla.kernels.product import spread
 from numba_mla.testing.tolerance import bmm_bounds, excess
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -32,6 +33,13 @@ def test_bmm(isa, rng, shape, dtype):
     out = numba_mla.bmm(a, numba_mla.pack_weight(w))
     assert out.dtype == dtype
     assert excess(out, expected, bound) <= 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 64])
+def test_every_item_has_its_turn(num_workers):
+    for num_items in (1, 2, 7, 64, 65):
+        items = [spread.py_func(turn, num_items, num_workers) for turn in range(num_items)]
+        assert sorted(items) == list(range(num_items))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

@@ -16,11 +16,10 @@ from .vector import constant, multiply_add
 STEP_BYTES = 4
 # Steps of a product with weights written out between two turns of its loop: one cache line of a row.
 WEIGHT_UNROLL = 16
-# How far weights are prefetched where a single block of rows reads them, once.
+# How far memory is prefetched that is read once: weights by a single block of rows, and by the bandwidth loop.
 STREAM_AHEAD_BYTES = 8192
-# Sums that the peak loop keeps under way, and how far the bandwidth loop prefetches.
+# Sums that the peak loop keeps under way.
 PEAK_SUMS = 12
-READ_AHEAD_BYTES = 4096
 
 
 def dot_name(rows: int, vectors: int) -> str:
@@ -242,7 +241,7 @@ def build_read(isa: Isa) -> Function:
     vectors = LINE // isa.vector_bytes
     with f.loop(0, "%num_bytes", LINE, [(kind, constant(isa.vector_width, 0.0))] * vectors) as loop:
         here = f.offset("%source", loop.index)
-        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(here, READ_AHEAD_BYTES)}, i32 0, i32 2, i32 1)")
+        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(here, STREAM_AHEAD_BYTES)}, i32 0, i32 3, i32 1)")
         loop.following = [
             f.value(f"fadd {kind} {total}, {f.load(kind, f.offset(here, v * isa.vector_bytes))}")
             for v, total in enumerate(loop.carried)

@@ -119,16 +119,24 @@ def build_multiply_rows(isa: Isa) -> Function:
                                    ("ptr", "c"), ("i64", "ldc"), ("i64", "accumulate"), ("ptr", "soon")])  # fmt: skip
     panel_bytes = f.value("mul i64 %ldb, %steps")
 
+    most = isa.weight_rows[0]
+    whole = f.value(f"sub i64 %num_rows, {f.value(f'urem i64 %num_rows, {most}')}")
+
     def stream(row: str, size: int) -> str:
         """Arguments of a block of rows: what it prefetches, and how many bytes of that in a step.
 
-        A single block prefetches the panel itself, several of them each their share of what comes next.
+        Whole blocks prefetch each their share of what comes next; a single one, or the first where none is whole,
+        the panel itself; the rest nothing, as their arithmetic takes less time than memory does.
         """
-        once = f.value(f"icmp ule i64 %num_rows, {size}")
-        start = f.offset("%soon", f.value(f"udiv i64 {f.value(f'mul i64 {panel_bytes}, {row}')}, %num_rows"))
-        soon = f.value(f"select i1 {once}, ptr {f.offset('%b', STREAM_AHEAD_BYTES)}, ptr {start}")
-        share = f.value(f"udiv i64 {f.value(f'mul i64 %ldb, {size}')}, %num_rows")
-        return f"ptr {soon}, i64 {f.value(f'select i1 {once}, i64 %ldb, i64 {share}')}"
+        if size == most:
+            alone = f.value(f"icmp eq i64 %num_rows, {most}")
+            start = f.offset("%soon", f.value(f"udiv i64 {f.value(f'mul i64 {panel_bytes}, {row}')}, {whole}"))
+            share = f.value(f"udiv i64 {f.value(f'mul i64 %ldb, {size}')}, {whole}")
+        else:
+            alone = f.value(f"icmp eq i64 {row}, 0")
+            start, share = "%b", "0"
+        soon = f.value(f"select i1 {alone}, ptr {f.offset('%b', STREAM_AHEAD_BYTES)}, ptr {start}")
+        return f"ptr {soon}, i64 {f.value(f'select i1 {alone}, i64 %ldb, i64 {share}')}"
 
     def block(row: str, size: int) -> None:
         here = f.offset("%rows", f.value(f"shl i64 {row}, 3"))

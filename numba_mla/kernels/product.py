@@ -173,10 +173,18 @@ def _locate_part(context, p, panel, first_k):
 
 
 @kernel
-def _place_part(context, p, panel, first_k, num_k, scratch):
+def _locate_scales(context, p, panel, first_k):
+    """The address of the scales of that part, one for each column; 0 without scales."""
+    if p.scales == 0:
+        return p.scales
+    block = panel * -(-p.k // p.scale_rows) + first_k // p.scale_rows
+    return p.scales + 4 * block * panel_width(context)
+
+
+@kernel
+def _place_part(context, p, weights, num_k, scratch):
     """Where products find a panel's part: in place, or converted to the native type."""
     width = panel_width(context)
-    weights = _locate_part(context, p, panel, first_k)
     if _is_native(context, p):
         return weights
     if p.w_pack == context[K_PACK]:
@@ -188,24 +196,21 @@ def _place_part(context, p, panel, first_k, num_k, scratch):
 
 
 @kernel
-def _multiply_part(context, p, panel, first_k, num_k, num_rows, sums, stride, soon, scratch):
+def _multiply_part(context, p, weights, soon, scales, first_k, num_k, num_rows, sums, stride, scratch):
     """Add the product of the rows with a panel's part to their sums, scaled where the part has scales.
 
     Meanwhile the part at ``soon`` is prefetched, unless it has to be converted, which sees to that itself.
     """
     width = panel_width(context)
     steps = padded_width(context, num_k) // context[K_PACK]
-    weights = _place_part(context, p, panel, first_k, num_k, scratch)
-    if p.scales == 0:
-        if not _is_native(context, p):
-            soon = weights
-        call(context[MULTIPLY_ROWS], (scratch.rows, num_rows, weights, 4 * width, steps, sums, stride, first_k, soon))
+    placed = _place_part(context, p, weights, num_k, scratch)
+    if scales != 0:
+        call(context[MULTIPLY_SCALED],
+             (scratch.rows, num_rows, placed, 4 * width, steps, sums, stride, scales, first_k))  # fmt: skip
         return
-    block = panel * -(-p.k // p.scale_rows) + first_k // p.scale_rows
-    call(
-        context[MULTIPLY_SCALED],
-        (scratch.rows, num_rows, weights, 4 * width, steps, sums, stride, p.scales + 4 * block * width, first_k),
-    )
+    if placed != weights:
+        soon = placed
+    call(context[MULTIPLY_ROWS], (scratch.rows, num_rows, placed, 4 * width, steps, sums, stride, first_k, soon))
 
 
 @kernel
@@ -240,24 +245,26 @@ def _run_item(context, p, item, following, scale, scratch):
     num_panels = min(together, (head + 1) * _panels_a_head(context, p) - first_panel)
     first_column = (first_panel - head * _panels_a_head(context, p)) * width
     columns = min(num_panels * width, p.num_columns - first_column)
-    stride = 4 * together * width
+    stride, panel_bytes = 4 * together * width, p.w_k * width * p.w_bytes
     for first_row in range(0, p.num_rows, ROW_BLOCK):
         num_rows = min(ROW_BLOCK, p.num_rows - first_row)
-        afterwards = first_panel if first_row + num_rows < p.num_rows else following_panel
         first_k = numba.int64(0)
         while first_k < p.k:
             num_k = _count_k(context, p, first_k)
             padded_rows = _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch)
             next_k = first_k + num_k
-            for panel in range(first_panel, first_panel + num_panels):
-                if panel + 1 < first_panel + num_panels:
-                    soon = _locate_part(context, p, panel + 1, first_k)
-                elif next_k < p.k:
-                    soon = _locate_part(context, p, first_panel, next_k)
-                else:
-                    soon = _locate_part(context, p, afterwards, numba.int64(0))
-                _multiply_part(context, p, panel, first_k, num_k, padded_rows,
-                               scratch.sums + 4 * (panel - first_panel) * width, stride, soon, scratch)  # fmt: skip
+            weights = _locate_part(context, p, first_panel, first_k)
+            if next_k < p.k:
+                afterwards = _locate_part(context, p, first_panel, next_k)
+            else:
+                next_panel = first_panel if first_row + num_rows < p.num_rows else following_panel
+                afterwards = _locate_part(context, p, next_panel, numba.int64(0))
+            for panel in range(num_panels):
+                soon = weights + panel_bytes if panel + 1 < num_panels else afterwards
+                scales = _locate_scales(context, p, first_panel + panel, first_k)
+                _multiply_part(context, p, weights, soon, scales, first_k, num_k, padded_rows,
+                               scratch.sums + 4 * panel * width, stride, scratch)  # fmt: skip
+                weights += panel_bytes
             first_k = next_k
         if p.scaled != 0:
             for i in range(num_rows):
@@ -274,18 +281,30 @@ def _count_items(context, packed):
 
 
 @kernel
-def _work(worker, context, packed, scale, num_items, next_item, workspace):
+def spread(turn, num_items, num_workers):
+    """The item that is taken in that turn: workers walk through parts of the weight that lie far apart.
+
+    Streams from memory that are neighbours slow one another down, by a few percent.
+    """
+    part, place = turn % num_workers, turn // num_workers
+    return part * (num_items // num_workers) + min(part, num_items % num_workers) + place
+
+
+@kernel
+def _work(worker, context, packed, scale, num_items, num_workers, next_turn, workspace):
     """One worker: take items until there are none."""
     p = unpack(packed)
     scratch = lay_out(context, workspace + worker * lay_out(context, numba.int64(0)).end)
     if context[CONFIGURE_TILES] != 0:
         call(context[CONFIGURE_TILES], ())
     # An item is taken while the one before it runs, so that its weights are on their way when it begins.
-    item = fetch_add(next_item.ctypes.data, 1)
-    while item < num_items:
-        following = fetch_add(next_item.ctypes.data, 1)
-        _run_item(context, p, item, min(following, num_items - 1), scale, scratch)
-        item = following
+    turn = fetch_add(next_turn.ctypes.data, 1)
+    while turn < num_items:
+        following = fetch_add(next_turn.ctypes.data, 1)
+        item = spread(turn, num_items, num_workers)
+        soon = spread(min(following, num_items - 1), num_items, num_workers)
+        _run_item(context, p, item, soon, scale, scratch)
+        turn = following
     if context[RELEASE_TILES] != 0:
         call(context[RELEASE_TILES], ())
 
@@ -309,10 +328,12 @@ def product_serial(context, packed, forms, apart, scale, a, w, scales, out, work
     status, placed = _admit(packed, forms, apart, (a, w, scales, out))
     if status != DONE:
         return status
-    needed = workspace_bytes(context, numba.int64(1))
+    one = numba.int64(1)
+    needed = workspace_bytes(context, one)
     if needed > workspace_size:
         return needed
-    _work(numba.int64(0), context, placed, scale, _count_items(context, placed), np.zeros(1, np.int64), workspace)
+    num_items, next_turn = _count_items(context, placed), np.zeros(1, np.int64)
+    _work(numba.int64(0), context, placed, scale, num_items, one, next_turn, workspace)
     return DONE
 
 
@@ -331,8 +352,8 @@ def product_parallel(context, packed, forms, apart, scale, a, w, scales, out, wo
     needed = workspace_bytes(context, workers)
     if needed > workspace_size:
         return needed
-    next_item = np.zeros(1, np.int64)
+    next_turn = np.zeros(1, np.int64)
     for worker in numba.prange(workers):
         # prange counts in unsigned integers, for which all that is called would be compiled again.
-        _work(numba.int64(worker), context, placed, scale, num_items, next_item, workspace)
+        _work(numba.int64(worker), context, placed, scale, num_items, workers, next_turn, workspace)
     return DONE
