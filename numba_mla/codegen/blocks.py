@@ -140,6 +140,12 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
     with f.loop(0, whole, unroll, [(kind, s) for s in sums]) as loop:
         rows_ahead = [] if ahead is None else [f.load("ptr", f.offset(ahead, 8 * r), align=8) for r in range(rows)]
         loop.following = step(loop.index, unroll, list(loop.carried), rows_ahead)
+    for n in range(0 if ahead is None else rows):
+        # Rows that begin anywhere have a line more than their length has.
+        last = f.offset(
+            f.load("ptr", f.offset(ahead, 8 * n), align=8), f.value(f"sub i64 {f.value(f'shl i64 {k}, 2')}, 1")
+        )
+        f.do(f"call void @llvm.prefetch.p0(ptr {last}, i32 0, i32 2, i32 1)")
     with f.loop(whole, k, 1, [(kind, s) for s in loop.carried]) as rest:
         rest.following = step(rest.index, 1, list(rest.carried), [])
     return rest.carried

@@ -89,6 +89,7 @@ def _stages(isa: Isa) -> list[Function]:
         *(rows.build_widen_pairs(isa, element) for element in FORMATS),
         *(build(isa, n) for n in native.ROW_FORMATS for build in (native.build_native, native.build_native_rows)),
         *(build(isa, element) for element in FLOATS for build in (rows.build_narrow, rows.build_finish)),
+        *(rows.build_finish_rows(element) for element in FLOATS),
         *(rows.build_pack(isa, element) for element in FLOATS if element.name in isa.dtypes),
         *(rows.build_quantise(isa, element) for element in FLOAT8S),
     ]

@@ -91,6 +91,8 @@ def _emit_row(f: Function, isa: Isa, element: ElementFormat, to: ElementFormat, 
             place = f.offset(target, f.value(f"mul i64 {part.index}, {to.num_bytes}"))
             f.store(f"<{width} x {to.llvm}>", x, place)
         start = stop
+    # Rows that begin anywhere have a line more than their length has.
+    _prefetch(f, f.offset(ahead, f.value(f"sub i64 {f.value(f'mul i64 {n}, {element.num_bytes}')}, 1")))
 
 
 def build_widen_ds(isa: Isa) -> Function:

@@ -9,6 +9,9 @@ from .blocks import STREAM_AHEAD_BYTES, dot_name, emit_dot, scaled_name, store_b
 from .text import Function
 from .vector import ElementFormat, constant
 
+# Passes over lanes that each prefetch rows of another kind.
+PASSES_AHEAD = 3
+
 
 def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str | int = 0) -> None:
     """Cover ``range(start, total)`` with blocks of the given sizes, largest first; ``body(at, size)`` writes one."""
@@ -24,37 +27,35 @@ def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str
 def build_score(isa: Isa) -> Function:
     """``S[key, lane] = sum_k K[key, k] Q[k, lane]``.
 
-    Arguments of the function: ``rows``, addresses of key rows, ``ahead``, of rows to prefetch on the first pass over
-    lanes, and ``later``, of rows to prefetch on the second, or null; ``keys``, whole blocks; ``q``, packed
+    Arguments of the function: ``rows``, addresses of key rows; ``ahead0``, ``ahead1`` and ``ahead2``, of rows to
+    prefetch on the first, second and third pass over lanes, or null; ``keys``, whole blocks; ``q``, packed
     [step][lane]; ``lanes``, whole vectors; ``steps``; ``s``, float32 [key][lane]; ``stride``, the bytes of a step and
     of a key; ``starts``, for each block of keys the first vector of lanes that sees any of them, as all further ones
     do: scores of those before it are not computed.
     """
-    f = Function("score", [("ptr", "rows"), ("ptr", "ahead"), ("ptr", "later"), ("i64", "keys"), ("ptr", "q"),
-                           ("i64", "lanes"), ("i64", "steps"), ("ptr", "s"), ("i64", "stride"),
-                           ("ptr", "starts")])  # fmt: skip
+    f = Function("score", [("ptr", "rows"), *(("ptr", f"ahead{turn}") for turn in range(PASSES_AHEAD)),
+                           ("i64", "keys"), ("ptr", "q"), ("i64", "lanes"), ("i64", "steps"), ("ptr", "s"),
+                           ("i64", "stride"), ("ptr", "starts")])  # fmt: skip
     rows, most = isa.tiling.score_block
     vectors = f.value(f"udiv i64 %lanes, {isa.vector_width}")
-    wanted = f.value("icmp ne ptr %later, null")
     with f.loop(0, "%keys", rows) as key:
         at = f.value(f"shl i64 {key.index}, 3")
-        here, soon, later = (f.offset(name, at) for name in ("%rows", "%ahead", "%later"))
+        here = f.offset("%rows", at)
         line = f.offset("%s", f.value(f"mul i64 {key.index}, %stride"))
         seen_from = f.load("i64", f.offset("%starts", f.value(f"udiv i64 {at}, {rows}")))
         row = [f.load("ptr", f.offset(here, 8 * r), align=8) for r in range(rows)] if isa.tiles is None else []
 
         def block(start: str, size: int) -> None:
             lane_bytes = f.value(f"mul i64 {start}, {isa.vector_bytes}")
-            first = f.value(f"icmp eq i64 {start}, {seen_from}")
-            is_next = f.value(f"icmp ule i64 {start}, {f.value(f'add i64 {seen_from}, {most}')}")
-            second = f.value(f"and i1 {is_next}, {wanted}")
+            listed = _choose_ahead(f, f.value(f"udiv i64 {f.value(f'sub i64 {start}, {seen_from}')}, {most}"))
+            wanted = f.value(f"icmp ne ptr {listed}, null")
+            ahead = f.offset(listed, at)
             q, s = f.offset("%q", lane_bytes), f.offset(line, lane_bytes)
             if isa.tiles is not None:
-                further = f.value(f"select i1 {second}, ptr {later}, ptr {here}")
-                ahead = f.value(f"select i1 {first}, ptr {soon}, ptr {further}")
                 f.do(
-                    f"call void @{dot_name(rows, size)}(ptr {here}, ptr {ahead}, ptr {q}, i64 %stride, i64 %steps, "
-                    f"ptr {s}, i64 %stride, i64 0)"
+                    f"call void @{dot_name(rows, size)}(ptr {here}, "
+                    f"ptr {f.value(f'select i1 {wanted}, ptr {ahead}, ptr {here}')}, ptr {q}, i64 %stride, "
+                    f"i64 %steps, ptr {s}, i64 %stride, i64 0)"
                 )
                 return
 
@@ -64,10 +65,18 @@ def build_score(isa: Isa) -> Function:
                 target = [f.offset(s, f.value(f"mul i64 %stride, {r}")) for r in range(rows)]
                 store_block(f, isa, target, sums, size)
 
-            f.branch(first, lambda: scores(soon), lambda: f.branch(second, lambda: scores(later), lambda: scores(None)))
+            f.branch(wanted, lambda: scores(ahead), lambda: scores(None))
 
         _loop_blocks(f, vectors, range(most, 0, -1), block, seen_from)
     return f
+
+
+def _choose_ahead(f: Function, turn: str) -> str:
+    """The list of rows to prefetch on that pass over lanes."""
+    chosen = "null"
+    for n in range(PASSES_AHEAD):
+        chosen = f.value(f"select i1 {f.value(f'icmp eq i64 {turn}, {n}')}, ptr %ahead{n}, ptr {chosen}")
+    return chosen
 
 
 def build_weigh_values(isa: Isa) -> Function:

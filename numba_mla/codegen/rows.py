@@ -218,6 +218,18 @@ def build_finish(isa: Isa, element: ElementFormat) -> Function:
     return f
 
 
+def build_finish_rows(element: ElementFormat) -> Function:
+    """``num_rows`` rows of sums, ``lds`` bytes apart, to results at the addresses ``rows``, each by its factor."""
+    f = Function(f"finish_rows_{element.name}", [("ptr", "rows"), ("ptr", "source"), ("i64", "lds"),
+                                                 ("i64", "num_rows"), ("i64", "n"), ("ptr", "factors")])  # fmt: skip
+    with f.loop(0, "%num_rows", 1) as row:
+        target = f.load("ptr", f.offset("%rows", f.value(f"shl i64 {row.index}, 3")), align=8)
+        source = f.offset("%source", f.value(f"mul i64 {row.index}, %lds"))
+        factor = f.load("float", f.offset("%factors", f.value(f"shl i64 {row.index}, 2")))
+        f.do(f"call void @finish_{element.name}(ptr {target}, ptr {source}, i64 %n, float {factor})")
+    return f
+
+
 def _finish_native_step(f: Function, isa: Isa, at: str) -> None:
     """Two vectors of sums to bfloat16, in order."""
     width, kind = isa.vector_width, f"<{isa.vector_width} x float>"
@@ -266,10 +278,15 @@ def build_list_rows(isa: Isa) -> Function:
 
 
 def build_prefetch() -> Function:
-    """Ask for ``num_bytes`` that will be read or written soon."""
-    f = Function("prefetch", [("ptr", "source"), ("i64", "num_bytes")])
-    with f.loop(0, "%num_bytes", LINE) as line:
-        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset('%source', line.index)}, i32 0, i32 3, i32 1)")
+    """Ask for ``num_rows`` rows, by address, of ``num_bytes`` each, which will be read or written soon."""
+    f = Function("prefetch", [("ptr", "rows"), ("i64", "num_rows"), ("i64", "num_bytes")])
+    with f.loop(0, "%num_rows", 1) as row:
+        start = f.load("ptr", f.offset("%rows", f.value(f"shl i64 {row.index}, 3")), align=8)
+        with f.loop(0, "%num_bytes", LINE) as line:
+            f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(start, line.index)}, i32 0, i32 3, i32 1)")
+        # Rows that begin anywhere have a line more than their length has.
+        last = f.offset(start, f.value("sub i64 %num_bytes, 1"))
+        f.do(f"call void @llvm.prefetch.p0(ptr {last}, i32 0, i32 3, i32 1)")
     return f
 
 

@@ -14,13 +14,12 @@ from ..kernels.context import (
     CLEAR,
     COLUMN_STEP,
     CONFIGURE_TILES,
-    FINISH,
+    FINISH_ROWS,
     GRANULE,
     K_PACK,
     KEY_PADDING,
     LIST_ROWS,
     MASK,
-    NARROW,
     NATIVE,
     NATIVE_BYTES,
     NATIVE_ROWS,
@@ -30,7 +29,7 @@ from ..kernels.context import (
     SOFTMAX,
     VECTOR_WIDTH,
 )
-from ..kernels.memory import call, load_f32, store_i32, store_i64
+from ..kernels.memory import call, load_f32, store_f32, store_i32, store_i64
 from ..kernels.rows import padded_width
 from .arrays import address_of, check_length, check_rows, check_that, element_code
 from .lane_group import EMPTY, KEYS, LANES, PACKED, ROWS_AHEAD, SCORED, STAGE, TILES, WEIGHTED, round_up
@@ -136,7 +135,7 @@ def score(group, keys):
         call(table[CONFIGURE_TILES], ())
     call(
         table[SCORE],
-        (places.rows, places.rows + 8 * ROWS_AHEAD, 0, _padded_keys(group), places.q_packed, _padded_lanes(group),
+        (places.rows, places.rows + 8 * ROWS_AHEAD, 0, 0, _padded_keys(group), places.q_packed, _padded_lanes(group),
          steps // table[K_PACK], places.scores, places.stride, places.spare.starts),
     )  # fmt: skip
     if table[RELEASE_TILES] != 0:
@@ -279,17 +278,19 @@ def finish(group, out, lse):
     check_rows(group.refusals, "out", out, num_lanes, num_lanes, group.value_width)
     check_length(group.refusals, "lse", lse, num_lanes)
     element = element_code(out)
-    check_that(group.refusals, table[FINISH + element] != 0, "out", "float32 or bfloat16")
+    check_that(group.refusals, table[FINISH_ROWS + element] != 0, "out", "float32 or bfloat16")
     check_that(group.refusals, group.counts[STAGE] == PACKED, "finish", "a lane group after pack or weigh_values")
     group.counts[STAGE] = EMPTY
-    base, stride = address_of(out), out.strides[0]
+    rows, factors = group.places.rows, group.places.alpha
+    call(table[LIST_ROWS], (rows, address_of(out), out.strides[0], num_lanes))
     for lane in range(num_lanes):
         total = float(load_f32(state.l + 4 * lane))
-        target = base + lane * stride
+        factor = 0.0
+        lse[lane] = -np.inf
         if total == 0.0:
-            call(table[NARROW + element], (target, group.places.spare.zeros, group.value_width))
-            lse[lane] = -np.inf
+            call(table[CLEAR], (state.out + lane * state.out_stride, state.out_stride))
         else:
-            row = state.out + lane * state.out_stride
-            call(table[FINISH + element], (target, row, group.value_width, 1.0 / total))
+            factor = 1.0 / total
             lse[lane] = math.log(total) + float(load_f32(state.m + 4 * lane)) * group.scale
+        store_f32(factors + 4 * lane, factor)
+    call(table[FINISH_ROWS + element], (rows, state.out, state.out_stride, num_lanes, group.value_width, factors))

@@ -118,7 +118,7 @@ def weigh_values(context, rows, num_keys, probabilities, row_bytes, num_lanes, p
 
 
 @kernel
-def attend(context, key_rows, ahead, later, value_rows, first, num_keys, lanes, state, scores, alpha, steps,
+def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, scores, alpha, steps,
            value_width, exponent_scale, accumulate, spare):  # fmt: skip
     """Take one key tile into a lane group's state.
 
@@ -126,9 +126,10 @@ def attend(context, key_rows, ahead, later, value_rows, first, num_keys, lanes, 
     ----------
     context : int64 array
         The instruction set's table.
-    key_rows, ahead, later, value_rows : address
-        Addresses of the tile's rows, padded with rows of zeros to KEY_PADDING; of rows to prefetch, and of those to
-        prefetch after them, or 0.
+    key_rows, value_rows : address
+        Addresses of the tile's rows, padded with rows of zeros to KEY_PADDING.
+    ahead : tuple of address
+        Addresses of as many rows to prefetch on the first, second and third pass over lanes, or 0.
     first, num_keys : int
         Position of the tile's first key; its keys.
     lanes : Lanes
@@ -148,7 +149,19 @@ def attend(context, key_rows, ahead, later, value_rows, first, num_keys, lanes, 
     _find_limits(context, first, num_keys, padded_keys, lanes, spare)
     call(
         context[SCORE],
-        (key_rows, ahead, later, padded_keys, lanes.q_packed, lanes.padded, steps, scores, lanes.stride, spare.starts),
+        (
+            key_rows,
+            ahead[0],
+            ahead[1],
+            ahead[2],
+            padded_keys,
+            lanes.q_packed,
+            lanes.padded,
+            steps,
+            scores,
+            lanes.stride,
+            spare.starts,
+        ),
     )
     same = lanes.common_start <= first and first + num_keys <= lanes.common_end
     if not same:

@@ -8,35 +8,26 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from .attend import Lanes, attend
+from .attend import attend
 from .combine import clear, merge
 from .compile import kernel
 from .context import (
-    CLEAR,
     CONFIGURE_TILES,
-    COPY,
-    FINISH,
     ITEM_ORDER,
-    K_PACK,
     KEY_PADDING,
     KEY_TILE,
     KV_SPLIT,
     LANE_GROUP,
     LEAST_LANES,
     LIST_ROWS,
-    NARROW,
-    NATIVE_BYTES,
-    PACK,
-    PREFETCH,
     RELEASE_TILES,
-    VECTOR_WIDTH,
 )
-from .memory import call, fetch_add, load_f32, load_i64, store_f32, store_i32, store_i64
+from .lanes import list_queries, pack_lanes, prefetch_outputs, write_lanes
+from .memory import call, fetch_add, load_i64, store_i64
 from .problem import unpack
 from .schedule import (
     END,
     FIRST_HEAD,
-    FIRST_LANE,
     FIRST_SLOT,
     FIRST_SPLIT,
     GROUP,
@@ -48,21 +39,19 @@ from .schedule import (
     REQUEST,
     SLOT,
     Cut,
-    last_seen,
     plan_attention,
 )
 from .scratch import (
     dot_steps,
     few_lanes,
     key_source,
-    lane_stride,
     lay_out,
     padded_columns,
     state_at,
     value_source,
     workspace_bytes,
 )
-from .source import fetch
+from .source import announce, fetch
 from .validity import DONE, admit
 
 LOG2_E = 1 / math.log(2)
@@ -78,108 +67,26 @@ class Outlook(NamedTuple):
 
 
 @kernel
-def _join_parts(context, p, latent, rotary, joined):
-    """Put the two parts of a vector's worth of queries side by side, for a dot step that straddles them."""
-    size = context[NATIVE_BYTES]
-    for i in range(context[VECTOR_WIDTH]):
-        here = joined + i * size * p.width
-        call(context[COPY], (here, load_i64(latent + 8 * i), size * p.q_split))
-        call(context[COPY], (here + size * p.q_split, load_i64(rotary + 8 * i), size * (p.width - p.q_split)))
-        store_i64(latent + 8 * i, here)
+def _look_ahead(context, p, outlook, table, num_keys, scratch):
+    """Take the next item, and list its queries and its first rows, which come from far away.
 
-
-@kernel
-def _fill_steps(context, p, stride, scratch):
-    """Zeros for the dot steps that a row does not fill."""
-    real = -(-p.width // context[K_PACK])
-    call(context[CLEAR], (scratch.q_packed + real * stride, (dot_steps(context, p) - real) * stride))
-
-
-@kernel
-def _prefetch_queries(context, p, group, first_token, start, stop):
-    """Ask for some lanes' queries, which come from far away, before they are packed."""
-    for lane in range(group[FIRST_LANE] + start, group[FIRST_LANE] + min(stop, group[NUM_LANES])):
-        token = lane // p.group_heads
-        row, column = first_token + token, group[FIRST_HEAD] + lane - token * p.group_heads
-        size = context[NATIVE_BYTES]
-        call(context[PREFETCH], (p.q + row * p.q_token_stride + column * p.q_head_stride, size * p.q_split))
-        if p.width > p.q_split:
-            rotary = p.q_pe + row * p.q_pe_token_stride + column * p.q_pe_head_stride
-            call(context[PREFETCH], (rotary, size * (p.width - p.q_split)))
-
-
-@kernel
-def _prefetch_outputs(context, p, group, first_token):
-    """Ask for the memory that a group's result will be written to, which a store would wait for."""
-    for lane in range(group[FIRST_LANE], group[FIRST_LANE] + group[NUM_LANES]):
-        token = lane // p.group_heads
-        row, column = first_token + token, group[FIRST_HEAD] + lane - token * p.group_heads
-        target = p.out + row * p.out_token_stride + column * p.out_head_stride
-        call(context[PREFETCH], (target, p.out_bytes * p.value_width))
-
-
-@kernel
-def _pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
-    """Read a lane group's queries into [dot step][lane], and note what each lane sees."""
-    vector = context[VECTOR_WIDTH]
-    first_lane, num_lanes = group[FIRST_LANE], group[NUM_LANES]
-    padded = -(-num_lanes // vector) * vector
-    stride = lane_stride(padded)
-    latent, rotary = scratch.key_rows, scratch.spare.rows
-    token = first_lane // p.group_heads
-    head = first_lane - token * p.group_heads
-    _prefetch_queries(context, p, group, first_token, numba.int64(0), 2 * vector)
-    for block in range(0, padded, vector):
-        _prefetch_queries(context, p, group, first_token, block + 2 * vector, block + 3 * vector)
-        for i in range(vector):
-            store_i32(scratch.low + 4 * (block + i), 0)
-            store_i32(scratch.high + 4 * (block + i), last_seen(token, seq_len, num_new, p.causal) + 1)
-            if block + i < num_lanes:
-                row, column = first_token + token, group[FIRST_HEAD] + head
-                store_i64(latent + 8 * i, p.q + row * p.q_token_stride + column * p.q_head_stride)
-                store_i64(rotary + 8 * i, p.q_pe + row * p.q_pe_token_stride + column * p.q_pe_head_stride)
-            else:
-                store_i64(latent + 8 * i, scratch.zeros)
-                store_i64(rotary + 8 * i, scratch.zeros)
-            # Lanes of padding repeat what the last lane sees, so that they ask for no mask of their own.
-            if block + i < num_lanes - 1:
-                head += 1
-                if head == p.group_heads:
-                    head = 0
-                    token += 1
-        target = scratch.q_packed + 4 * block
-        if p.q_split % context[K_PACK] != 0:
-            _join_parts(context, p, latent, rotary, scratch.key_panel)
-            call(context[PACK + p.q_element], (target, stride, latent, p.width))
-            continue
-        call(context[PACK + p.q_element], (target, stride, latent, p.q_split))
-        target += stride * (p.q_split // context[K_PACK])
-        call(context[PACK + p.q_element], (target, stride, rotary, p.width - p.q_split))
-    _fill_steps(context, p, stride, scratch)
-    common_end = last_seen(first_lane // p.group_heads, seq_len, num_new, p.causal) + 1
-    return Lanes(num_lanes, padded, stride, scratch.q_packed, scratch.low, scratch.high, 0, common_end)
-
-
-@kernel
-def _look_ahead(context, p, outlook, scratch):
-    """Take the next item, and list its queries, as many as a key tile has rows: they come from far away.
-
-    Prefetched while the last key tile of the item before is in hand, they are there when it is done.
+    Prefetched while the last key tile of the item before, of ``num_keys``, is in hand, they are there when it is done.
     """
     index = fetch_add(outlook.counter, 1)
     store_i64(scratch.following, index)
     if index >= len(outlook.items):
         return numba.int64(0)
-    group = outlook.groups[outlook.items[index, GROUP]]
-    first_token = outlook.query_start_loc[group[REQUEST]]
+    item = outlook.items[index]
+    group = outlook.groups[item[GROUP]]
+    request, head, end = group[REQUEST], group[FIRST_HEAD], group[END]
     num_rows = context[KEY_TILE] + context[KEY_PADDING]
     num_listed = min(num_rows, group[NUM_LANES])
-    for i in range(num_listed):
-        lane = group[FIRST_LANE] + i
-        token = lane // p.group_heads
-        row, column = first_token + token, group[FIRST_HEAD] + lane - token * p.group_heads
-        store_i64(scratch.upcoming + 8 * i, p.q + row * p.q_token_stride + column * p.q_head_stride)
+    list_queries(context, p, group, outlook.query_start_loc[request], num_listed, scratch.upcoming)
     call(context[LIST_ROWS], (scratch.upcoming + 8 * num_listed, scratch.zeros, 0, num_rows - num_listed))
+    first = item[FIRST_SPLIT] * context[KV_SPLIT]
+    announce(context, key_source(context, p, head, scratch), table, request, first, num_keys, end)
+    if p.values != 0:
+        announce(context, value_source(context, p, head, scratch), table, request, first, num_keys, end)
     return scratch.upcoming
 
 
@@ -193,16 +100,15 @@ def _attend_split(context, p, sources, table, group, lanes, split, is_last, outl
     last = min(end, first_key + context[KV_SPLIT])
     for first in range(first_key, last, key_tile):
         num_keys = min(key_tile, last - first)
-        key_rows, ahead = fetch(context, keys, table, group[REQUEST], first, num_keys, end)
-        value_rows = key_rows
+        key_rows, keys_ahead = fetch(context, keys, table, group[REQUEST], first, num_keys, end)
+        value_rows, values_ahead, queries_ahead = key_rows, numba.int64(0), numba.int64(0)
         if p.values != 0:
-            value_rows, _ = fetch(context, values, table, group[REQUEST], first, num_keys, end)
-        later = numba.int64(0)
+            value_rows, values_ahead = fetch(context, values, table, group[REQUEST], first, num_keys, end)
         if is_last and first + key_tile >= last:
-            later = _look_ahead(context, p, outlook, scratch)
-        attend(context, key_rows, ahead, later, value_rows, first, num_keys, lanes, state, scratch.scores,
-               scratch.alpha, dot_steps(context, p), p.value_width, exponent_scale, int(first > first_key),
-               scratch.spare)  # fmt: skip
+            queries_ahead = _look_ahead(context, p, outlook, table, num_keys, scratch)
+        attend(context, key_rows, (keys_ahead, queries_ahead, values_ahead), value_rows, first, num_keys, lanes, state,
+               scratch.scores, scratch.alpha, dot_steps(context, p), p.value_width, exponent_scale,
+               int(first > first_key), scratch.spare)  # fmt: skip
 
 
 @kernel
@@ -245,29 +151,6 @@ def _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale):
 
 
 @kernel
-def _write_lanes(context, p, group, first_token, state, score_scale, value_scale, scratch):
-    """Divide by the sums, round to the output's format, write; and lse = ln(l) + m * scale."""
-    token = group[FIRST_LANE] // p.group_heads
-    head = group[FIRST_LANE] - token * p.group_heads
-    for i in range(group[NUM_LANES]):
-        row, column = first_token + token, group[FIRST_HEAD] + head
-        total = float(load_f32(state.l + 4 * i))
-        target = p.out + row * p.out_token_stride + column * p.out_head_stride
-        lse = -math.inf
-        if total == 0.0:
-            call(context[NARROW + p.out_element], (target, scratch.zeros, p.value_width))
-        else:
-            out = state.out + i * state.out_stride
-            call(context[FINISH + p.out_element], (target, out, p.value_width, value_scale / total))
-            lse = math.log(total) + float(load_f32(state.m + 4 * i)) * score_scale
-        store_f32(p.lse + row * p.lse_token_stride + column * p.lse_head_stride, lse)
-        head += 1
-        if head == p.group_heads:
-            head = 0
-            token += 1
-
-
-@kernel
 def _run_item(context, p, item, outlook, seq_lens, table, slots, scratch, score_scale, value_scale):
     """One work item; whoever finishes the last item of a split group merges and writes the group."""
     exponent_scale = numba.float32(score_scale * LOG2_E)
@@ -276,12 +159,12 @@ def _run_item(context, p, item, outlook, seq_lens, table, slots, scratch, score_
     request = group[REQUEST]
     first_token = outlook.query_start_loc[request]
     num_new = outlook.query_start_loc[request + 1] - first_token
-    lanes = _pack_lanes(context, p, group, first_token, seq_lens[request], num_new, scratch)
+    lanes = pack_lanes(context, p, group, first_token, seq_lens[request], num_new, scratch)
     head = group[FIRST_HEAD]
     sources = key_source(context, p, head, scratch), value_source(context, p, head, scratch)
     result = scratch.states
     if item[SLOT] < 0:
-        _prefetch_outputs(context, p, group, first_token)
+        prefetch_outputs(context, p, group, first_token, scratch)
     else:
         result = slots + item[SLOT] * scratch.state_bytes
     _attend_run(context, p, sources, table, group, lanes, item, outlook, result, scratch, exponent_scale)
@@ -290,8 +173,7 @@ def _run_item(context, p, item, outlook, seq_lens, table, slots, scratch, score_
             return
         _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale)
         result = slots + group[FIRST_SLOT] * scratch.state_bytes
-    _write_lanes(context, p, group, first_token, state_at(scratch, result), score_scale, value_scale,
-                 scratch)  # fmt: skip
+    write_lanes(context, p, group, first_token, state_at(scratch, result), score_scale, value_scale, scratch)
 
 
 @kernel

@@ -19,6 +19,7 @@ from .context import (
     LEAST_LANES,
     NATIVE,
     NATIVE_BYTES,
+    PREFETCH_ROWS,
     VECTOR_WIDTH,
 )
 from .rows import padded_width
@@ -29,6 +30,7 @@ from .source import RowSource, most_rows_listed
 class Scratch(NamedTuple):
     """Addresses of the pieces; ``end`` is one past the last. ``states`` is a stack of ``state_bytes`` each.
 
+    ``first_rows`` and ``second_rows`` are for two addresses of each lane: of its query's parts, or its results.
     ``following`` is for the place of the item that is taken next, and ``upcoming`` for addresses of its queries.
     """
 
@@ -42,6 +44,8 @@ class Scratch(NamedTuple):
     value_stride: int
     rows_bytes: int
     spare: Spare
+    first_rows: int
+    second_rows: int
     following: int
     upcoming: int
     low: int
@@ -117,7 +121,9 @@ def lay_out(context, p, longest_run, base):
     spare_out = spare_scores + line_up(4 * padded_keys * group)
     limits = spare_out + group * out_stride
     starts = limits + line_up(8 * (group // context[VECTOR_WIDTH]))
-    following = starts + rows_bytes
+    first_rows = starts + rows_bytes
+    second_rows = first_rows + 2 * lane_bytes
+    following = second_rows + 2 * lane_bytes
     upcoming = following + LINE
     low = upcoming + rows_bytes
     high = low + lane_bytes
@@ -128,8 +134,8 @@ def lay_out(context, p, longest_run, base):
     end = states + levels * state_bytes
     spare = Spare(limits, starts, spare_rows, spare_scores, spare_out, pairs, pairs_stride, zeros)
     return Scratch(q_packed, scores, key_rows, key_panel, key_stride, value_rows, value_panel, value_stride,
-                   rows_bytes, spare, following, upcoming, low, high, alpha, weights, zeros, group, out_stride,
-                   state_bytes, states, end)  # fmt: skip
+                   rows_bytes, spare, first_rows, second_rows, following, upcoming, low, high, alpha, weights, zeros,
+                   group, out_stride, state_bytes, states, end)  # fmt: skip
 
 
 @kernel
@@ -157,7 +163,8 @@ def key_source(context, p, head, scratch):
     else:
         in_place = native
     return RowSource(p.keys + head * p.key_head_stride, p.key_page_stride, p.key_row_stride, p.block_size,
-                     p.row_element, p.width, int(in_place), scratch.key_rows,
+                     p.row_element, p.width, int(in_place), context[PREFETCH_ROWS] if in_place else context[KEY_TILE],
+                     scratch.key_rows,
                      scratch.key_rows + scratch.rows_bytes, scratch.key_panel, scratch.key_stride,
                      scratch.zeros)  # fmt: skip
 
@@ -168,7 +175,7 @@ def value_source(context, p, head, scratch):
     whole = p.row_element == context[NATIVE] and p.value_width % context[COLUMN_STEP] == 0
     in_place = whole and _is_dense(p.value_row_stride, context[NATIVE_BYTES] * p.value_width)
     return RowSource(p.values + head * p.value_head_stride, p.value_page_stride, p.value_row_stride, p.block_size,
-                     p.row_element, p.value_width, int(in_place), scratch.value_rows,
+                     p.row_element, p.value_width, int(in_place), context[KEY_TILE], scratch.value_rows,
                      scratch.value_rows + scratch.rows_bytes, scratch.value_panel, scratch.value_stride,
                      scratch.zeros)  # fmt: skip
 

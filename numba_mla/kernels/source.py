@@ -11,12 +11,6 @@ from .rows import native_row, padded_width
 
 
 @kernel
-def _rows_ahead(context, source):
-    """Rows that are prefetched before the row in hand; where a tile is converted first, the next one is meanwhile."""
-    return context[PREFETCH_ROWS] if source.in_place != 0 else context[KEY_TILE]
-
-
-@kernel
 def most_rows_listed(context):
     """Rows of a tile whose addresses are listed at most: padding, and rows ahead, included."""
     return context[KEY_TILE] + context[KEY_PADDING] + max(context[KEY_TILE], context[PREFETCH_ROWS])
@@ -27,7 +21,7 @@ class RowSource(NamedTuple):
 
     ``pointers`` and ``panel_pointers`` have room for the addresses of ``most_rows_listed``.
     Where a row's elements are what the products take (``in_place``), the first are handed out; else rows are
-    converted into the panel. The choice changes no bit.
+    converted into the panel. The choice changes no bit. ``lead`` is by how many rows those to prefetch are ahead.
     """
 
     base: int
@@ -37,6 +31,7 @@ class RowSource(NamedTuple):
     element: int
     width: int
     in_place: int
+    lead: int
     pointers: int
     panel_pointers: int
     panel: int
@@ -45,25 +40,18 @@ class RowSource(NamedTuple):
 
 
 @kernel
-def _locate(context, source, table, request, first, end):
-    """Addresses of a key tile's rows through the block table, and of those that follow, up to ``end``.
-
-    After the last key come rows of zeros: padding must not meet what an unused row holds (0 * NaN).
-    """
-    rows_ahead = _rows_ahead(context, source)
-    present = min(context[KEY_TILE] + rows_ahead, end - first)
+def _locate(context, source, table, request, first, count, rows):
+    """Addresses of some consecutive rows of a request, through the block table."""
     page = first // source.block_size
     inside = first - page * source.block_size
     i = 0
-    while i < present:
+    while i < count:
         address = source.base + table[request, page] * source.page_stride + inside * source.row_stride
-        count = min(source.block_size - inside, present - i)
-        call(context[LIST_ROWS], (source.pointers + 8 * i, address, source.row_stride, count))
-        i += count
+        together = min(source.block_size - inside, count - i)
+        call(context[LIST_ROWS], (rows + 8 * i, address, source.row_stride, together))
+        i += together
         page += 1
         inside = 0
-    missing = context[KEY_TILE] + context[KEY_PADDING] + rows_ahead - present
-    call(context[LIST_ROWS], (source.pointers + 8 * present, source.zeros, 0, missing))
 
 
 @kernel
@@ -93,13 +81,19 @@ def _line_up(context, source, num_keys):
 
 @kernel
 def fetch(context, source, table, request, first, num_keys, end):
-    """Addresses of a tile's rows, padded with rows of zeros, and of the rows to prefetch meanwhile."""
-    _locate(context, source, table, request, first, end)
+    """Addresses of a tile's rows, padded with rows of zeros, and of the rows to prefetch meanwhile.
+
+    After the last key come rows of zeros: padding must not meet what an unused row holds (0 * NaN).
+    """
+    present = min(context[KEY_TILE] + source.lead, end - first)
+    _locate(context, source, table, request, first, present, source.pointers)
+    missing = context[KEY_TILE] + context[KEY_PADDING] + source.lead - present
+    call(context[LIST_ROWS], (source.pointers + 8 * present, source.zeros, 0, missing))
     padded_keys = -(-num_keys // context[KEY_PADDING]) * context[KEY_PADDING]
     if source.in_place != 0:
         if context[GRANULE] > 1:
             _line_up(context, source, padded_keys)
-        return source.pointers, source.pointers + 8 * context[PREFETCH_ROWS]
+        return source.pointers, source.pointers + 8 * source.lead
     padding = (padded_width(context, source.width) - source.width) * context[NATIVE_BYTES]
     call(
         context[NATIVE_ROWS + source.element],
@@ -109,4 +103,16 @@ def fetch(context, source, table, request, first, num_keys, end):
     missing = (padded_keys - num_keys) * source.panel_stride
     call(context[CLEAR], (source.panel + num_keys * source.panel_stride, missing))
     call(context[LIST_ROWS], (source.panel_pointers, source.panel, source.panel_stride, padded_keys))
-    return source.panel_pointers, source.pointers + 8 * context[KEY_TILE]
+    return source.panel_pointers, source.pointers + 8 * source.lead
+
+
+@kernel
+def announce(context, source, table, request, first, num_keys, end):
+    """List the first rows of the next item, from ``first`` to ``end``, as if they followed a last tile's.
+
+    So they are prefetched while that tile, of ``num_keys``, is in hand; after ``fetch``, which lists nothing there.
+    """
+    padded_keys = -(-num_keys // context[KEY_PADDING]) * context[KEY_PADDING]
+    place = context[KEY_TILE] if source.lead == context[KEY_TILE] else padded_keys
+    count = max(0, min(source.lead, end - first))
+    _locate(context, source, table, request, first, count, source.pointers + 8 * place)

@@ -31,7 +31,7 @@ STAGES = {
     "V interleave": ("interleave",),
     PV: ("weigh_values",),
     "merge": ("weigh", "blend", "scale"),
-    "writing": ("finish", "narrow"),
+    "writing": ("finish_rows",),
 }
 _STAGE_OF = {name: stage for stage, names in STAGES.items() for name in names}
 _ELEMENT = re.compile(rf"_({'|'.join(ROW_FORMATS)})$")
