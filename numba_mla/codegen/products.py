@@ -10,7 +10,7 @@ from .text import Function
 from .vector import ElementFormat, constant
 
 # Passes over lanes that each prefetch rows of another kind.
-PASSES_AHEAD = 3
+PASSES_AHEAD = 4
 
 
 def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str | int = 0) -> None:
@@ -27,8 +27,8 @@ def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str
 def build_score(isa: Isa) -> Function:
     """``S[key, lane] = sum_k K[key, k] Q[k, lane]``.
 
-    Arguments of the function: ``rows``, addresses of key rows; ``ahead0``, ``ahead1`` and ``ahead2``, of rows to
-    prefetch on the first, second and third pass over lanes, or null; ``keys``, whole blocks; ``q``, packed
+    Arguments of the function: ``rows``, addresses of key rows; ``ahead0`` to ``ahead3``, of rows to prefetch
+    on the first passes over lanes, or null; ``keys``, whole blocks; ``q``, packed
     [step][lane]; ``lanes``, whole vectors; ``steps``; ``s``, float32 [key][lane]; ``stride``, the bytes of a step and
     of a key; ``starts``, for each block of keys the first vector of lanes that sees any of them, as all further ones
     do: scores of those before it are not computed.

@@ -135,8 +135,8 @@ def score(group, keys):
         call(table[CONFIGURE_TILES], ())
     call(
         table[SCORE],
-        (places.rows, places.rows + 8 * ROWS_AHEAD, 0, 0, _padded_keys(group), places.q_packed, _padded_lanes(group),
-         steps // table[K_PACK], places.scores, places.stride, places.spare.starts),
+        (places.rows, places.rows + 8 * ROWS_AHEAD, 0, 0, 0, _padded_keys(group), places.q_packed,
+         _padded_lanes(group), steps // table[K_PACK], places.scores, places.stride, places.spare.starts),
     )  # fmt: skip
     if table[RELEASE_TILES] != 0:
         call(table[RELEASE_TILES], ())

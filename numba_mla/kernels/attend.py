@@ -129,7 +129,7 @@ def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, 
     key_rows, value_rows : address
         Addresses of the tile's rows, padded with rows of zeros to KEY_PADDING.
     ahead : tuple of address
-        Addresses of as many rows to prefetch on the first, second and third pass over lanes, or 0.
+        Addresses of as many rows to prefetch on each of the first four passes over lanes, or 0.
     first, num_keys : int
         Position of the tile's first key; its keys.
     lanes : Lanes
@@ -149,20 +149,9 @@ def attend(context, key_rows, ahead, value_rows, first, num_keys, lanes, state, 
     _find_limits(context, first, num_keys, padded_keys, lanes, spare)
     call(
         context[SCORE],
-        (
-            key_rows,
-            ahead[0],
-            ahead[1],
-            ahead[2],
-            padded_keys,
-            lanes.q_packed,
-            lanes.padded,
-            steps,
-            scores,
-            lanes.stride,
-            spare.starts,
-        ),
-    )
+        (key_rows, ahead[0], ahead[1], ahead[2], ahead[3], padded_keys, lanes.q_packed, lanes.padded, steps, scores,
+         lanes.stride, spare.starts),
+    )  # fmt: skip
     same = lanes.common_start <= first and first + num_keys <= lanes.common_end
     if not same:
         call(context[MASK], (scores, lanes.stride, spare.limits, lanes.padded, first, lanes.low, lanes.high))

@@ -22,7 +22,7 @@ from .context import (
     LIST_ROWS,
     RELEASE_TILES,
 )
-from .lanes import list_queries, pack_lanes, prefetch_outputs, write_lanes
+from .lanes import list_outputs, list_queries, pack_lanes, write_lanes
 from .memory import call, fetch_add, load_i64, store_i64
 from .problem import unpack
 from .schedule import (
@@ -55,6 +55,8 @@ from .source import announce, fetch
 from .validity import DONE, admit
 
 LOG2_E = 1 / math.log(2)
+# In the place of a list of rows to prefetch.
+NO_ROWS = np.int64(0)
 
 
 class Outlook(NamedTuple):
@@ -67,48 +69,81 @@ class Outlook(NamedTuple):
 
 
 @kernel
-def _look_ahead(context, p, outlook, table, num_keys, scratch):
-    """Take the next item, and list its queries and its first rows, which come from far away.
+def _fill_list(context, num_listed, rows, scratch):
+    """Fill a list of rows to prefetch up with rows of zeros: as many as a key tile has."""
+    missing = context[KEY_TILE] + context[KEY_PADDING] - num_listed
+    call(context[LIST_ROWS], (rows + 8 * num_listed, scratch.zeros, 0, missing))
 
-    Prefetched while the last key tile of the item before, of ``num_keys``, is in hand, they are there when it is done.
+
+@kernel
+def _take_next(context, p, outlook, scratch):
+    """Take the next item, and list its queries, which come from far away.
+
+    Prefetched while one of the last key tiles of the item before is in hand, they are there when it is done.
     """
     index = fetch_add(outlook.counter, 1)
     store_i64(scratch.following, index)
     if index >= len(outlook.items):
-        return numba.int64(0)
-    item = outlook.items[index]
-    group = outlook.groups[item[GROUP]]
-    request, head, end = group[REQUEST], group[FIRST_HEAD], group[END]
-    num_rows = context[KEY_TILE] + context[KEY_PADDING]
-    num_listed = min(num_rows, group[NUM_LANES])
-    list_queries(context, p, group, outlook.query_start_loc[request], num_listed, scratch.upcoming)
-    call(context[LIST_ROWS], (scratch.upcoming + 8 * num_listed, scratch.zeros, 0, num_rows - num_listed))
-    first = item[FIRST_SPLIT] * context[KV_SPLIT]
-    announce(context, key_source(context, p, head, scratch), table, request, first, num_keys, end)
-    if p.values != 0:
-        announce(context, value_source(context, p, head, scratch), table, request, first, num_keys, end)
+        return NO_ROWS
+    group = outlook.groups[outlook.items[index, GROUP]]
+    num_listed = min(context[KEY_TILE], group[NUM_LANES])
+    list_queries(context, p, group, outlook.query_start_loc[group[REQUEST]], num_listed, scratch.upcoming)
+    _fill_list(context, num_listed, scratch.upcoming, scratch)
     return scratch.upcoming
 
 
 @kernel
-def _attend_split(context, p, sources, table, group, lanes, split, is_last, outlook, state, scratch, exponent_scale):
+def _list_results(context, p, outlook, group, item, scratch):
+    """List where an item's results go, which a store would wait for."""
+    if item[SLOT] >= 0:
+        return NO_ROWS
+    num_listed = min(context[KEY_TILE], group[NUM_LANES])
+    list_outputs(context, p, group, outlook.query_start_loc[group[REQUEST]], num_listed, scratch.results)
+    _fill_list(context, num_listed, scratch.results, scratch)
+    return scratch.results
+
+
+@kernel
+def _announce_next(context, p, outlook, table, num_keys, scratch):
+    """Let the next item's first rows follow those of the last key tile, of ``num_keys``, of the item before."""
+    index = load_i64(scratch.following)
+    if index >= len(outlook.items):
+        return
+    item = outlook.items[index]
+    group = outlook.groups[item[GROUP]]
+    request, head, end = group[REQUEST], group[FIRST_HEAD], group[END]
+    first = item[FIRST_SPLIT] * context[KV_SPLIT]
+    announce(context, key_source(context, p, head, scratch), table, request, first, num_keys, end)
+    if p.values != 0:
+        announce(context, value_source(context, p, head, scratch), table, request, first, num_keys, end)
+
+
+@kernel
+def _attend_split(context, p, sources, table, group, lanes, item, split, outlook, state, scratch, exponent_scale):
     """One split from an empty state on, key tile by key tile; the last one of an item looks ahead."""
     keys, values = sources
     end = group[END]
     clear(state, lanes.padded)
     first_key, key_tile = split * context[KV_SPLIT], context[KEY_TILE]
     last = min(end, first_key + context[KV_SPLIT])
+    final = last - 1 - (last - 1 - first_key) % key_tile
+    is_last = split + 1 == item[FIRST_SPLIT] + item[NUM_SPLITS]
+    # A tile of fewer keys than lanes would not prefetch the rows of all of them.
+    looks_ahead = final if last - final >= lanes.num else max(first_key, final - key_tile)
     for first in range(first_key, last, key_tile):
         num_keys = min(key_tile, last - first)
         key_rows, keys_ahead = fetch(context, keys, table, group[REQUEST], first, num_keys, end)
-        value_rows, values_ahead, queries_ahead = key_rows, numba.int64(0), numba.int64(0)
+        value_rows, values_ahead, queries_ahead, results_ahead = key_rows, NO_ROWS, NO_ROWS, NO_ROWS
         if p.values != 0:
             value_rows, values_ahead = fetch(context, values, table, group[REQUEST], first, num_keys, end)
-        if is_last and first + key_tile >= last:
-            queries_ahead = _look_ahead(context, p, outlook, table, num_keys, scratch)
-        attend(context, key_rows, (keys_ahead, queries_ahead, values_ahead), value_rows, first, num_keys, lanes, state,
-               scratch.scores, scratch.alpha, dot_steps(context, p), p.value_width, exponent_scale,
-               int(first > first_key), scratch.spare)  # fmt: skip
+        if is_last and first == looks_ahead:
+            queries_ahead = _take_next(context, p, outlook, scratch)
+            results_ahead = _list_results(context, p, outlook, group, item, scratch)
+        if is_last and first == final:
+            _announce_next(context, p, outlook, table, num_keys, scratch)
+        attend(context, key_rows, (keys_ahead, queries_ahead, values_ahead, results_ahead), value_rows, first,
+               num_keys, lanes, state, scratch.scores, scratch.alpha, dot_steps(context, p), p.value_width,
+               exponent_scale, int(first > first_key), scratch.spare)  # fmt: skip
 
 
 @kernel
@@ -124,7 +159,7 @@ def _attend_run(context, p, sources, table, group, lanes, item, outlook, result,
     for i in range(num_splits):
         top = state_at(scratch, result if depth == 0 else scratch.states + depth * scratch.state_bytes)
         is_last = i + 1 == num_splits
-        _attend_split(context, p, sources, table, group, lanes, item[FIRST_SPLIT] + i, is_last, outlook, top, scratch,
+        _attend_split(context, p, sources, table, group, lanes, item, item[FIRST_SPLIT] + i, outlook, top, scratch,
                       exponent_scale)  # fmt: skip
         depth += 1
         finished = i + 1
@@ -162,11 +197,7 @@ def _run_item(context, p, item, outlook, seq_lens, table, slots, scratch, score_
     lanes = pack_lanes(context, p, group, first_token, seq_lens[request], num_new, scratch)
     head = group[FIRST_HEAD]
     sources = key_source(context, p, head, scratch), value_source(context, p, head, scratch)
-    result = scratch.states
-    if item[SLOT] < 0:
-        prefetch_outputs(context, p, group, first_token, scratch)
-    else:
-        result = slots + item[SLOT] * scratch.state_bytes
+    result = scratch.states if item[SLOT] < 0 else slots + item[SLOT] * scratch.state_bytes
     _attend_run(context, p, sources, table, group, lanes, item, outlook, result, scratch, exponent_scale)
     if item[SLOT] >= 0:
         if fetch_add(groups.ctypes.data + 8 * (item[GROUP] * GROUP_SIZE + REMAINING), -1) > 1:

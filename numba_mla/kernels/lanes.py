@@ -44,9 +44,9 @@ def _list_rotary(context, p, group, first_token, num_lanes, rows):
 
 
 @kernel
-def _list_outputs(context, p, group, first_token, rows):
-    """Addresses of where the lanes' results go."""
-    _list_lanes(context, p, group, first_token, p.out, p.out_token_stride, p.out_head_stride, group[NUM_LANES], rows)
+def list_outputs(context, p, group, first_token, num_lanes, rows):
+    """Addresses of where the first lanes' results go."""
+    _list_lanes(context, p, group, first_token, p.out, p.out_token_stride, p.out_head_stride, num_lanes, rows)
 
 
 @kernel
@@ -125,18 +125,11 @@ def pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
 
 
 @kernel
-def prefetch_outputs(context, p, group, first_token, scratch):
-    """Ask for the memory that a group's result will be written to, which a store would wait for."""
-    _list_outputs(context, p, group, first_token, scratch.first_rows)
-    call(context[PREFETCH], (scratch.first_rows, group[NUM_LANES], p.out_bytes * p.value_width))
-
-
-@kernel
 def write_lanes(context, p, group, first_token, state, score_scale, value_scale, scratch):
     """Divide by the sums, round to the output's format, write; and lse = ln(l) + m * scale."""
     num_lanes, row_bytes = group[NUM_LANES], 4 * padded_columns(context, p)
     outputs, sums, factors = scratch.first_rows, scratch.second_rows, scratch.weights
-    _list_outputs(context, p, group, first_token, outputs)
+    list_outputs(context, p, group, first_token, num_lanes, outputs)
     _list_lanes(context, p, group, first_token, p.lse, p.lse_token_stride, p.lse_head_stride, num_lanes, sums)
     for i in range(num_lanes):
         total = float(load_f32(state.l + 4 * i))

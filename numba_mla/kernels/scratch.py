@@ -31,7 +31,8 @@ class Scratch(NamedTuple):
     """Addresses of the pieces; ``end`` is one past the last. ``states`` is a stack of ``state_bytes`` each.
 
     ``first_rows`` and ``second_rows`` are for two addresses of each lane: of its query's parts, or its results.
-    ``following`` is for the place of the item that is taken next, and ``upcoming`` for addresses of its queries.
+    ``following`` is for the place of the item that is taken next, ``upcoming`` for addresses of its queries, and
+    ``results`` for where those of the item in hand go.
     """
 
     q_packed: int
@@ -48,6 +49,7 @@ class Scratch(NamedTuple):
     second_rows: int
     following: int
     upcoming: int
+    results: int
     low: int
     high: int
     alpha: int
@@ -125,7 +127,8 @@ def lay_out(context, p, longest_run, base):
     second_rows = first_rows + 2 * lane_bytes
     following = second_rows + 2 * lane_bytes
     upcoming = following + LINE
-    low = upcoming + rows_bytes
+    results = upcoming + rows_bytes
+    low = results + rows_bytes
     high = low + lane_bytes
     alpha = high + lane_bytes
     weights = alpha + lane_bytes
@@ -134,8 +137,8 @@ def lay_out(context, p, longest_run, base):
     end = states + levels * state_bytes
     spare = Spare(limits, starts, spare_rows, spare_scores, spare_out, pairs, pairs_stride, zeros)
     return Scratch(q_packed, scores, key_rows, key_panel, key_stride, value_rows, value_panel, value_stride,
-                   rows_bytes, spare, first_rows, second_rows, following, upcoming, low, high, alpha, weights, zeros,
-                   group, out_stride, state_bytes, states, end)  # fmt: skip
+                   rows_bytes, spare, first_rows, second_rows, following, upcoming, results, low, high, alpha, weights,
+                   zeros, group, out_stride, state_bytes, states, end)  # fmt: skip
 
 
 @kernel
