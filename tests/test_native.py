@@ -9,7 +9,7 @@ import pytest
 from test_codegen import DTYPES, SAPPHIRE, at, draw_steps, function, rows_of
 
 from numba_mla import runtime
-from numba_mla.codegen import blocks, link
+from numba_mla.codegen import blocks, link, listing
 from numba_mla.codegen.native import DS, DS_BLOCK, DS_LATENT, DS_ROTARY, DS_ROTARY_AT, DS_SCALES_AT, ROW_FORMATS
 from numba_mla.isa import select
 from numba_mla.quant import DS_BYTES
@@ -151,10 +151,10 @@ def test_scaled_dot_block(record, rng, k, accumulate):
 
 
 def look_up_loops(machine):
-    """Instructions on vectors, moves apart, of every loop that looks fp8 codes up."""
+    """Instructions on vectors, moves apart, of every loop that looks fp8 codes up and does nothing else with them."""
     code = link.assembly(select(machine, forced="avx512bf16"), machine.triple)
     loops = re.findall(r"^\.LBB\w+:\n((?:(?!\.LBB).*\n)*?\tj\w+\t\.LBB\w+)", code, flags=re.MULTILINE)
-    looked = [loop for loop in loops if re.search(r"vperm[it]2b", loop)]
+    looked = [loop for loop in loops if re.search(r"vperm[it]2b", loop) and "vdpbf16ps" not in loop]
     return [re.findall(r"^\tv(?!mov)\w+", loop, flags=re.MULTILINE) for loop in looked]
 
 
@@ -163,3 +163,17 @@ def test_looking_up_takes_six_instructions_for_64_codes():
     loops = look_up_loops(replace(SAPPHIRE, feature_string=SAPPHIRE.feature_string + ",+avx512vbmi"))
     assert sorted(len(loop) for loop in loops) == [6] * 4 + [17] * 2
     assert not look_up_loops(SAPPHIRE)
+
+
+def test_codes_are_looked_up_beside_the_products_without_the_stack():
+    """Two look-ups of the 64 codes of two vectors, beside a product for each row and vector."""
+    machine = replace(SAPPHIRE, feature_string=SAPPHIRE.feature_string + ",+avx512vbmi")
+    record = select(machine, forced="avx512bf16")
+    code = link.assembly(record, machine.triple)
+    for element in ("float8_e4m3fn", "float8_e5m2"):
+        for rows in (4, 2, 1):
+            for name in (f"dot_codes_{rows}_{element}", f"dot_scaled_codes_{rows}_{element}"):
+                body = listing.function_body(code, name)
+                turns = body.count("vdpbf16ps") // (4 * rows)
+                assert body.count("vpermt2b") + body.count("vpermi2b") == 4 * turns
+                assert not listing.spills(body)

@@ -6,6 +6,8 @@ record's affair.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..isa import Isa
 from ..memory import LINE
 from .interleave import join_pair
@@ -63,7 +65,7 @@ def build_dot(isa: Isa, rows: int, vectors: int) -> Function:
     )  # fmt: skip
     target = [f.offset("%c", f.value(f"mul i64 %ldc, {r}")) for r in range(rows)]
     row = [f.load("ptr", f.offset("%a", 8 * r), align=8) for r in range(rows)]
-    sums = emit_dot(f, isa, row, "%ahead", ("%b", "%ldb"), "%k", _start_sums(f, isa, target, vectors),
+    sums = emit_dot(f, isa, row, "%ahead", ("%b", "%ldb"), "%k", start_sums(f, isa, target, vectors),
                     ("%soon", "%soon_step"))  # fmt: skip
     store_block(f, isa, target, sums, vectors)
     return f
@@ -86,20 +88,22 @@ def build_dot_scaled(isa: Isa, rows: int, vectors: int) -> Function:
     sums = emit_dot(f, isa, row, "%ahead", ("%b", "%ldb"), "%k", zeros)
     scales = [f.load(kind, f.offset("%scales", v * isa.vector_bytes)) for v in range(vectors)]
     target = [f.offset("%c", f.value(f"mul i64 %ldc, {r}")) for r in range(rows)]
-    present = _start_sums(f, isa, target, vectors)
+    present = start_sums(f, isa, target, vectors)
     scaled = [multiply_add(f, width, x, scales[n % vectors], present[n]) for n, x in enumerate(sums)]
     store_block(f, isa, target, scaled, vectors)
     return f
 
 
 def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[str, str], k: str, sums: list[str],
-             soon: tuple[str, str] | None = None, unroll: int = WEIGHT_UNROLL) -> list[str]:  # fmt: skip
+             soon: tuple[str, str] | None = None, unroll: int = WEIGHT_UNROLL,
+             take: Callable[[str], list[str]] | None = None) -> list[str]:  # fmt: skip
     """The sums of a dot block over ``k`` steps, from those given on.
 
     ``row`` are the addresses of the rows, ``ahead`` the place of those to prefetch, if any; ``b`` is B's address
     and the bytes of its steps; ``soon``, if B streams from memory, what to prefetch for it, and how many bytes of that
     in a step; ``unroll``, a power of two, the steps of a turn. (A turn prefetches as much as it reads; where less is
-    asked for, most of it is on its way already. Steps of float32 prefetch B itself.)
+    asked for, most of it is on its way already. Steps of float32 prefetch B itself.) ``take`` writes how the vectors
+    of a step of B come from its address, where they are not simply loaded.
     """
     kind = f"<{isa.vector_width} x float>"
     rows, vectors = len(row), len(sums) // len(row)
@@ -107,6 +111,9 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
     lines = -(-vectors * isa.vector_bytes // LINE)
     # A few rows take less time than their weights do to come from memory, which go straight to the nearest cache.
     locality = 2 if rows == isa.blocks.weight[0] else 3
+
+    def load(here: str) -> list[str]:
+        return [f.load(kind, f.offset(here, v * isa.vector_bytes)) for v in range(vectors)]
 
     def step(index: str, unrolled: int, sums: list[str], ahead: list[str]) -> list[str]:
         at = f.value(f"shl i64 {index}, 2")
@@ -120,7 +127,7 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
         if soon is not None and isa.k_pack > 1:
             stream = f.offset(soon[0], f.value(f"mul i64 {index}, {soon[1]}"))
         for u in range(unrolled):
-            b = [f.load(kind, f.offset(packed, v * isa.vector_bytes)) for v in range(vectors)]
+            b = load(packed) if take is None else take(packed)
             for line in range(lines if streams else 0):
                 # LLVM spills sums of float32 where prefetches have addresses of their own.
                 place = (
@@ -136,16 +143,16 @@ def emit_dot(f: Function, isa: Isa, row: list[str], ahead: str | None, b: tuple[
                 packed = f.offset(packed, ldb)
         return sums
 
+    def rows_ahead() -> list[str]:
+        return [] if ahead is None else [f.load("ptr", f.offset(ahead, 8 * r), align=8) for r in range(rows)]
+
     whole = f.value(f"and i64 {k}, {-unroll}")
     with f.loop(0, whole, unroll, [(kind, s) for s in sums]) as loop:
-        rows_ahead = [] if ahead is None else [f.load("ptr", f.offset(ahead, 8 * r), align=8) for r in range(rows)]
-        loop.following = step(loop.index, unroll, list(loop.carried), rows_ahead)
-    for n in range(0 if ahead is None else rows):
-        # Rows that begin anywhere have a line more than their length has.
-        last = f.offset(
-            f.load("ptr", f.offset(ahead, 8 * n), align=8), f.value(f"sub i64 {f.value(f'shl i64 {k}, 2')}, 1")
-        )
-        f.do(f"call void @llvm.prefetch.p0(ptr {last}, i32 0, i32 2, i32 1)")
+        loop.following = step(loop.index, unroll, list(loop.carried), rows_ahead())
+    # Rows that begin anywhere have a line more than their length has.
+    last = f.value(f"sub i64 {f.value(f'shl i64 {k}, 2')}, 1")
+    for pointer in rows_ahead():
+        f.do(f"call void @llvm.prefetch.p0(ptr {f.offset(pointer, last)}, i32 0, i32 2, i32 1)")
     with f.loop(whole, k, 1, [(kind, s) for s in loop.carried]) as rest:
         rest.following = step(rest.index, 1, list(rest.carried), [])
     return rest.carried
@@ -167,7 +174,7 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
     )  # fmt: skip
     kind = f"<{isa.vector_width} x float>"
     target = [f.offset("%o", f.value(f"mul i64 %ldo, {i}")) for i in range(lanes)]
-    sums = _start_sums(f, isa, target, vectors)
+    sums = start_sums(f, isa, target, vectors)
     for i in range(lanes):
         alpha = f.splat(isa.vector_width, "float", f.load("float", f.offset("%alpha", 4 * i)))
         for j in range(vectors):
@@ -259,7 +266,7 @@ def build_read(isa: Isa) -> Function:
     return f
 
 
-def _start_sums(f: Function, isa: Isa, target: list[str], vectors: int) -> list[str]:
+def start_sums(f: Function, isa: Isa, target: list[str], vectors: int) -> list[str]:
     """What the sums start from: the block's present content, or zero where nothing is accumulated."""
     kind = f"<{isa.vector_width} x float>"
     keep = f.value("icmp ne i64 %accumulate, 0")

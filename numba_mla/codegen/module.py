@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from ..isa import Isa
-from . import blocks, interleave, native, products, rows, softmax, tiles
+from . import blocks, codes, interleave, native, products, rows, softmax, tiles
 from .text import Function
 from .vector import FLOAT8S, FLOATS, FORMATS
 
@@ -66,6 +66,9 @@ def _weights(isa: Isa) -> list[Function]:
             tiles.build_configure(isa),
             tiles.build_release(isa),
         ]
+    for element in FLOAT8S if codes.looks_up(isa) else ():
+        written += codes.build_dots(isa, element)
+        written += [codes.build_multiply_codes(isa, element, is_scaled) for is_scaled in (False, True)]
     return [*written, products.build_multiply_rows(isa), products.build_multiply_scaled(isa)]
 
 

@@ -77,7 +77,7 @@ def _emit_row(f: Function, isa: Isa, element: ElementFormat, to: ElementFormat, 
             _prefetch(f, f.offset(ahead, part.index))
             codes = f.load(f"<{CODES} x i8>", f.offset(source, part.index))
             here = f.offset(target, f.value(f"shl i64 {part.index}, 1"))
-            for half, words in enumerate(_emit_words(f, isa, element, codes, list(range(CODES // 2)))):
+            for half, words in enumerate(emit_words(f, isa, element, codes, list(range(CODES // 2)))):
                 f.store(f"<{CODES // 2} x i16>", words, f.offset(here, CODES * half))
     for width in (LINE // element.num_bytes if element is to else isa.vector_width, 1):
         stop = f.value(f"and i64 {n}, {-width}")
@@ -140,7 +140,7 @@ def _emit_scaled_words(f: Function, isa: Isa, codes: str, scale: str, target: st
     assert isa.narrow is not None
     width, kind, bits = isa.vector_width, f"<{isa.vector_width} x float>", f"<{isa.vector_width} x i32>"
     places = [word // 2 + width * (word % 2) for word in range(2 * width)]
-    for half, words in enumerate(_emit_words(f, isa, FLOAT8_E4M3FN, codes, places)):
+    for half, words in enumerate(emit_words(f, isa, FLOAT8_E4M3FN, codes, places)):
         pairs = f.value(f"bitcast <{2 * width} x i16> {words} to {bits}")
         wide = (f.value(f"shl {bits} {pairs}, {integers(width, 16)}"),
                 f.value(f"and {bits} {pairs}, {integers(width, -65536)}"))  # fmt: skip
@@ -149,7 +149,7 @@ def _emit_scaled_words(f: Function, isa: Isa, codes: str, scale: str, target: st
         f.store(f"<{2 * width} x bfloat>", rounded, f.offset(target, CODES * half))
 
 
-def _emit_words(f: Function, isa: Isa, element: ElementFormat, codes: str, places: list[int]) -> list[str]:
+def emit_words(f: Function, isa: Isa, element: ElementFormat, codes: str, places: list[int]) -> list[str]:
     """The bfloat16 of CODES of them, as two halves: word w of each is that of the half's element ``places[w]``.
 
     The upper and the lower bytes are looked up apart, by all bits but the sign, and then interleaved, which goes

@@ -13,7 +13,7 @@ from .vector import ElementFormat, constant
 PASSES_AHEAD = 4
 
 
-def _loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str | int = 0) -> None:
+def loop_blocks(f: Function, total: str, sizes: Sequence[int], body, start: str | int = 0) -> None:
     """Cover ``range(start, total)`` with blocks of the given sizes, largest first; ``body(at, size)`` writes one."""
     for size in sizes:
         left = f.value(f"sub i64 {total}, {start}")
@@ -67,7 +67,7 @@ def build_score(isa: Isa) -> Function:
 
             f.branch(wanted, lambda: scores(ahead), lambda: scores(None))
 
-        _loop_blocks(f, vectors, range(most, 0, -1), block, seen_from)
+        loop_blocks(f, vectors, range(most, 0, -1), block, seen_from)
     return f
 
 
@@ -109,9 +109,9 @@ def build_weigh_values(isa: Isa) -> Function:
                 f"ptr {o}, i64 %ldo, ptr {alpha}, i64 %accumulate)"
             )
 
-        _loop_blocks(f, "%lanes", isa.value_lanes, lane_block)
+        loop_blocks(f, "%lanes", isa.value_lanes, lane_block)
 
-    _loop_blocks(f, vectors, isa.value_vectors, column_block)
+    loop_blocks(f, vectors, isa.value_vectors, column_block)
     return f
 
 
@@ -157,7 +157,7 @@ def build_multiply_rows(isa: Isa) -> Function:
             f"ptr {c}, i64 %ldc, i64 %accumulate{streams})"
         )
 
-    _loop_blocks(f, "%num_rows", isa.weight_rows, block)
+    loop_blocks(f, "%num_rows", isa.weight_rows, block)
     return f
 
 
@@ -178,7 +178,7 @@ def build_multiply_scaled(isa: Isa) -> Function:
             f"i64 %steps, ptr {c}, i64 %ldc, ptr %scales, i64 %accumulate)"
         )
 
-    _loop_blocks(f, "%num_rows", isa.weight_rows, block)
+    loop_blocks(f, "%num_rows", isa.weight_rows, block)
     return f
 
 

@@ -16,8 +16,10 @@ from .context import (
     GRANULE,
     K_PACK,
     LIST_ROWS,
+    MULTIPLY_CODES,
     MULTIPLY_ROWS,
     MULTIPLY_SCALED,
+    MULTIPLY_SCALED_CODES,
     NARROW_ROWS,
     NATIVE,
     NATIVE_BYTES,
@@ -203,6 +205,11 @@ def _multiply_part(context, p, weights, soon, scales, first_k, num_k, num_rows, 
     """
     width = panel_width(context)
     steps = padded_width(context, num_k) // context[K_PACK]
+    family = MULTIPLY_CODES if scales == 0 else MULTIPLY_SCALED_CODES
+    if p.w_pack == context[K_PACK] and context[family + p.w_element] != 0:
+        call(context[family + p.w_element],
+             (scratch.rows, num_rows, weights, steps, sums, stride, first_k, scales, scratch.w_panel))  # fmt: skip
+        return
     placed = _place_part(context, p, weights, num_k, scratch)
     if scales != 0:
         call(context[MULTIPLY_SCALED],
