@@ -36,11 +36,11 @@ from .rows import padded_width
 from .validity import DONE, MAY_MEET, OTHER_FORM, may_meet
 
 # Rows of a and elements of k that one pass takes: a's rows and a panel stay in the second-level cache, and a panel
-# that is converted first, fewer elements of it, in the first-level one. k is cut for the caches alone: sums go on
-# where they stopped.
+# that is converted first, fewer elements of it, nearly in the first-level one. k is cut for the caches alone: sums go
+# on where they stopped, but for those that are scaled.
 ROW_BLOCK = 128
 K_BLOCK = 512
-CONVERTED_K = 128
+CONVERTED_K = 256
 # Weight panels of one work item, at most, and what they amount to in elements of k.
 MAX_PANELS = 8
 STEPS_AN_ITEM = 1024

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..checks import address
 from ..codegen.link import link
+from ..codegen.products import PASSES_AHEAD
 from ..isa import Isa, Tiling, fit
 from ..runtime import host, select_isa
 from ..testing.inputs import normal
@@ -79,7 +80,8 @@ def _score(isa: Isa) -> Candidate:
     steps = np.ascontiguousarray(k.view(np.float32)), np.ascontiguousarray(q.view(np.float32).T)
     scores = np.empty((rows * turns, lanes), np.float32)
     pointers, starts = _pointers(np.tile(_rows_of(steps[0]), turns)), np.zeros(turns, np.int64)
-    run = _bind(isa, "score", pointers, pointers, 0, rows * turns, steps[1], lanes, len(steps[1]), scores,
+    nothing = [0] * (PASSES_AHEAD - 1)
+    run = _bind(isa, "score", pointers, pointers, *nothing, rows * turns, steps[1], lanes, len(steps[1]), scores,
                 scores.strides[0], starts)  # fmt: skip
 
     def check() -> Check:

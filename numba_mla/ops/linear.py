@@ -230,7 +230,7 @@ def bmm(a, w, *, scale=None, out=None):
     Notes
     -----
     float32 accumulation over k in order, one rounding to the result's format; with block scales a sum for each
-    block of k (and for each 128 elements of a longer one), times its scale as it is added. The same bits for any M,
+    block of k (and for each 256 elements of a longer one), times its scale as it is added. The same bits for any M,
     any strides and any number of threads.
 
     Examples
