@@ -2,7 +2,8 @@
 
 ``python benchmarks/scaling.py`` prints the time per KV token as requests grow from 1024 to 131072 tokens, each call
 over the same number of tokens in all; the time on one thread over that on several; and the time of a call so
-small that its overhead is all there is. Each result is checked against the float64 reference first.
+small that its overhead is all there is. Each result is checked against the float64 reference first. What the cores
+themselves gain by being several, in a loop of nothing but arithmetic, stands beside the threads' gain.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import argparse
 import json
 import sys
 
+import numpy as np
 from attention_cases import decode_case
 from case import Case, is_right
 from measure import summary, take_turns, wrong
 
 import numba_mla
+from numba_mla.machine import Yardstick
 from numba_mla.parallel import num_threads
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 HEADS = (128, 16)
 THREADS_SHAPE = (8, 128, 2048)
 TINY_SHAPE = (1, 16, 64)
+# Slices of the peak loop; the first quarter warms up.
+_SLICES = 80
 # What decode is held to: the slowest time per token over the fastest; one thread over two; microseconds.
 LIMITS = {"flatness": 1.15, "two_threads": 1.9, "tiny_us": 60.0}
 
@@ -50,13 +55,21 @@ def scale_length(heads: int, lengths: tuple[int, ...], batch: int | None, stored
 
 
 def scale_threads(stored: str, rounds: int) -> dict:
-    """Times at 1, 2, 4 and so on threads, and how many times as fast as one thread each is."""
+    """Times at 1, 2, 4 and so on threads, and how many times as fast as one thread each is, and the cores are."""
     case = checked(decode_case(*THREADS_SHAPE, stored))
     counts = [1 << power for power in range(num_threads().bit_length())]
     times = take_turns([_on_threads(case, count) for count in counts], rounds)
     speedups = {count: times[0].median / each.median for count, each in zip(counts, times, strict=True)}
     by_count = {count: summary(each) for count, each in zip(counts, times, strict=True)}
-    return {"case": case.name, "speedup": speedups, "threads": by_count}
+    return {"case": case.name, "speedup": speedups, "threads": by_count, "cores": _scale_cores(counts)}
+
+
+def _scale_cores(counts: list[int]) -> dict[int, float]:
+    """How many times the arithmetic of one core so many do, in the median slice."""
+    yardsticks = [Yardstick(threads=count) for count in counts]
+    slices = np.array([[each.take_peak() for each in yardsticks] for _ in range(_SLICES)])[_SLICES // 4 :]
+    medians = np.median(slices, axis=0)
+    return dict(zip(counts, (medians / medians[0]).tolist(), strict=True))
 
 
 def _on_threads(case: Case, count: int):
@@ -92,7 +105,8 @@ def print_results(found: dict) -> None:
             print(f"  S={seq_len:<7} {ns:9.2f}")
     print(f"{found['threads']['case']}: as fast as one thread (two threads at least {LIMITS['two_threads']})")
     for count, speedup in found["threads"]["speedup"].items():
-        print(f"  {count:3} threads {speedup:6.2f} x  {found['threads']['threads'][count]['median_us']:9.1f} us")
+        print(f"  {count:3} threads {speedup:6.2f} x  {found['threads']['threads'][count]['median_us']:9.1f} us  "
+              f"(arithmetic alone {found['threads']['cores'][count]:.2f} x)")  # fmt: skip
     print(f"{found['tiny']['case']}: {found['tiny']['median_us']:.1f} us (at most {LIMITS['tiny_us']})")
 
 
