@@ -1,7 +1,7 @@
 """Products with fp8 weights, whose codes become bfloat16 in the registers that multiply them.
 
-For the first rows of a product: looking up uses other units than multiplying, and so takes hardly any time beside it.
-What they have looked up is left in memory for further rows.
+For the first rows of a product: looking up is hidden in part beside their multiplying, as it uses other units too. What
+they have looked up is left in memory for further rows.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def build_multiply_rows(isa: Isa) -> Function:
 
     Arguments of the function: ``rows``, addresses of ``num_rows`` rows, and of as many as a block has after them,
     which are prefetched but not read; ``b`` with ``ldb`` bytes a step; ``steps``; ``c`` with ``ldc`` bytes a row;
-    ``accumulate``, 0 to start from zero; ``soon``, as large as the panel, what will be read after it: each block of
-    rows prefetches its share, so that weights stream evenly under all of the arithmetic (but for tiles, whose
+    ``accumulate``, 0 to start from zero; ``soon``, as large as the panel, what will be read after it: each whole
+    block of rows prefetches its share, so that weights stream evenly under their arithmetic (but for tiles, whose
     loads leave that to the hardware).
     """
     f = Function("multiply_rows", [("ptr", "rows"), ("i64", "num_rows"), ("ptr", "b"), ("i64", "ldb"), ("i64", "steps"),

@@ -83,8 +83,9 @@ def _pack_vector(context, p, latent, rotary, target, stride, scratch):
         call(context[PACK + p.q_element], (target, stride, latent, p.width))
         return
     call(context[PACK + p.q_element], (target, stride, latent, p.q_split))
-    target += stride * (p.q_split // context[K_PACK])
-    call(context[PACK + p.q_element], (target, stride, rotary, p.width - p.q_split))
+    if p.width > p.q_split:
+        target += stride * (p.q_split // context[K_PACK])
+        call(context[PACK + p.q_element], (target, stride, rotary, p.width - p.q_split))
 
 
 @kernel
@@ -99,7 +100,8 @@ def _prefetch_queries(context, p, first, count, scratch):
     """Ask for some lanes' queries, which come from far away, before they are packed."""
     size = context[NATIVE_BYTES]
     call(context[PREFETCH], (scratch.first_rows + 8 * first, count, size * p.q_split))
-    call(context[PREFETCH], (scratch.second_rows + 8 * first, count, size * (p.width - p.q_split)))
+    if p.width > p.q_split:
+        call(context[PREFETCH], (scratch.second_rows + 8 * first, count, size * (p.width - p.q_split)))
 
 
 @kernel
@@ -109,9 +111,10 @@ def pack_lanes(context, p, group, first_token, seq_len, num_new, scratch):
     padded = -(-num_lanes // vector) * vector
     stride = lane_stride(padded)
     list_queries(context, p, group, first_token, num_lanes, scratch.first_rows)
-    _list_rotary(context, p, group, first_token, num_lanes, scratch.second_rows)
     call(context[LIST_ROWS], (scratch.first_rows + 8 * num_lanes, scratch.zeros, 0, padded - num_lanes))
-    call(context[LIST_ROWS], (scratch.second_rows + 8 * num_lanes, scratch.zeros, 0, padded - num_lanes))
+    if p.width > p.q_split:
+        _list_rotary(context, p, group, first_token, num_lanes, scratch.second_rows)
+        call(context[LIST_ROWS], (scratch.second_rows + 8 * num_lanes, scratch.zeros, 0, padded - num_lanes))
     _prefetch_queries(context, p, 0, min(2 * vector, padded), scratch)
     for lane in range(0, padded, vector):
         soon = min(lane + 2 * vector, padded)
