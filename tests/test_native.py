@@ -110,6 +110,29 @@ def test_rows_of_656_bytes_at_the_ends_of_the_range(record):
     assert (record.native == "bfloat16") or not (flushed & (expected != 0)).any()
 
 
+def test_rows_of_656_bytes_for_scales_of_all_sizes(record, rng):
+    """All codes times scales of any exponent, among them both ends of those that make tables; signs, NaN and inf."""
+    exponents = np.concatenate([np.arange(-149, 128), [-101, -100, -99, 99, 100, 101] * 4])
+    scales = np.ldexp(rng.uniform(1, 2, len(exponents)), exponents).astype(np.float32)
+    ends = np.float32([2.0**-100, 2.0**100])
+    special = np.concatenate([ends, np.nextafter(ends, 0), -ends, [0.0, -0.0, np.inf, -np.inf, np.nan]])
+    scales = rng.permutation(np.concatenate([scales, special.astype(np.float32)]))
+    scales = np.concatenate([scales, np.ones(-len(scales) % 2, np.float32)]).reshape(-1, 2)
+    rows = np.zeros((len(scales), DS_BYTES), np.uint8)
+    # Two blocks have all codes.
+    rows[:, :DS_LATENT] = np.arange(DS_LATENT) % 256
+    rows[:, DS_SCALES_AT:DS_ROTARY_AT] = scales.repeat(2, axis=1).view(np.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = dequantised(rows)
+    addresses = rows_of(rows)
+    out = np.empty((len(rows), DS_WIDTH), DTYPES[record.native])
+    function(record, f"native_rows_{DS}", 7)(
+        at(out), out.strides[0], at(addresses), at(addresses), len(rows), DS_WIDTH, 0
+    )
+    flushed = (abs(expected) < TINY) & (out == 0)
+    assert_same(np.where(flushed, expected, out.astype(np.float32)), expected)
+
+
 @pytest.mark.parametrize("name", LOOKING_UP)
 def test_operations_mean_what_their_twins_say(name, rng):
     record = runtime.select_isa(name)
@@ -159,10 +182,21 @@ def look_up_loops(machine):
 
 
 def test_looking_up_takes_six_instructions_for_64_codes():
-    """In order, interleaved, with their sign: one row and many of both formats, and rows of 656 bytes, with more."""
+    """In order, interleaved, with their sign: one row and many of both formats."""
     loops = look_up_loops(replace(SAPPHIRE, feature_string=SAPPHIRE.feature_string + ",+avx512vbmi"))
-    assert sorted(len(loop) for loop in loops) == [6] * 4 + [17] * 2
+    assert [len(loop) for loop in loops] == [6] * 4
     assert not look_up_loops(SAPPHIRE)
+
+
+@pytest.mark.parametrize("name", [f"native_{DS}", f"native_rows_{DS}"])
+def test_scaling_multiplies_tables_and_not_codes(name):
+    """Rows of 656 bytes: of each block of 128 codes 32 products, rounded once, put into tables by four permutations."""
+    machine = replace(SAPPHIRE, feature_string=SAPPHIRE.feature_string + ",+avx512vbmi")
+    body = listing.function_body(link.assembly(select(machine, forced="avx512bf16"), machine.triple), name)
+    blocks, groups = DS_LATENT // 128, DS_LATENT // 64
+    assert body.count("vcvtne2ps2bf16") == blocks
+    assert len(re.findall(r"vmulps.*zmm", body)) == 2 * blocks + 2  # one vector of the other way, for unusual scales
+    assert body.count("vpermb") + body.count("vpermt2b") + body.count("vpermi2b") == 4 * blocks + 2 * groups
 
 
 def test_codes_are_looked_up_beside_the_products_without_the_stack():

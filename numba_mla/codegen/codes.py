@@ -7,8 +7,9 @@ they have looked up is left in memory for further rows.
 from __future__ import annotations
 
 from ..isa import Isa
+from . import lookup
 from .blocks import STREAM_AHEAD_BYTES, dot_name, emit_dot, scaled_name, start_sums, store_block
-from .native import CODES, emit_words
+from .lookup import CODES, element_tables, emit_words
 from .products import loop_blocks
 from .text import Function
 from .vector import ElementFormat, constant, multiply_add
@@ -21,7 +22,7 @@ _UNROLL = 4
 
 def looks_up(isa: Isa) -> bool:
     """Whether a record's codes are looked up in registers: of vectors, by bytes, two vectors at once."""
-    return isa.look_up is not None and isa.narrow is not None and isa.tiles is None and isa.blocks.weight[1] % 2 == 0
+    return lookup.looks_up(isa) and isa.tiles is None and isa.blocks.weight[1] % 2 == 0
 
 
 def _name(element: ElementFormat, rows: int, is_scaled: bool) -> str:
@@ -55,7 +56,8 @@ def _build_dot(isa: Isa, element: ElementFormat, rows: int, is_scaled: bool) -> 
             here = f.offset(packed, CODES * part)
             soon = f.offset(here, STREAM_AHEAD_BYTES)
             f.do(f"call void @llvm.prefetch.p0(ptr {soon}, i32 0, i32 {locality}, i32 1)")
-            halves = emit_words(f, isa, element, f.load(f"<{CODES} x i8>", here), list(range(CODES // 2)))
+            codes = f.load(f"<{CODES} x i8>", here)
+            halves = emit_words(f, isa, element_tables(element), codes, list(range(CODES // 2)))
             values += [f.value(f"bitcast <{CODES // 2} x i16> {words} to {kind}") for words in halves]
         if rows == _MOST_ROWS:
             here = f.value(f"ptrtoint ptr {packed} to i64")

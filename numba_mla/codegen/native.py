@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ml_dtypes
-import numpy as np
-
 from ..isa import Isa
 from ..memory import LINE
+from .lookup import (
+    CODES,
+    LEAST_SCALE,
+    SCALES_END,
+    Tables,
+    element_tables,
+    emit_scaled_tables,
+    emit_words,
+    looks_up,
+)
 from .text import Function
 from .vector import BFLOAT16, FLOAT8_E4M3FN, FLOAT8S, FLOAT32, FORMATS, ElementFormat, integers
 
@@ -22,8 +29,6 @@ DS_SCALES_AT = DS_LATENT
 DS_ROTARY_AT = DS_LATENT + 4 * (DS_LATENT // DS_BLOCK)
 # Rows that ``native`` is written for.
 ROW_FORMATS = (*(element.name for element in FORMATS), DS)
-# Codes that are looked up together.
-CODES = 64
 
 
 def native_format(isa: Isa) -> ElementFormat:
@@ -74,11 +79,9 @@ def _emit_row(f: Function, isa: Isa, element: ElementFormat, to: ElementFormat, 
     if isa.look_up is not None and element in FLOAT8S and to is BFLOAT16:
         start = f.value(f"and i64 {n}, {-CODES}")
         with f.loop(0, start, CODES) as part:
-            _prefetch(f, f.offset(ahead, part.index))
-            codes = f.load(f"<{CODES} x i8>", f.offset(source, part.index))
-            here = f.offset(target, f.value(f"shl i64 {part.index}, 1"))
-            for half, words in enumerate(emit_words(f, isa, element, codes, list(range(CODES // 2)))):
-                f.store(f"<{CODES // 2} x i16>", words, f.offset(here, CODES * half))
+            places = f.value(f"shl i64 {part.index}, 1"), part.index, part.index
+            here = (f.offset(pointer, at) for pointer, at in zip((target, source, ahead), places, strict=True))
+            _emit_looked_up(f, isa, element_tables(element), *here)
     for width in (LINE // element.num_bytes if element is to else isa.vector_width, 1):
         stop = f.value(f"and i64 {n}, {-width}")
         with f.loop(start, stop, width) as part:
@@ -104,22 +107,50 @@ def build_widen_ds(isa: Isa) -> Function:
 
 def _emit_ds_row(f: Function, isa: Isa, to: ElementFormat, target: str, source: str, ahead: str) -> None:
     """A row of 656 bytes: the codes block by block, then the rest as it is."""
-    fast = isa.look_up is not None and isa.narrow is not None and to is BFLOAT16
-    step = CODES if fast else isa.vector_width
-    with f.loop(0, DS_LATENT, step) as part:
+    scales, count = f.offset(source, DS_SCALES_AT), DS_LATENT // DS_BLOCK
+    if looks_up(isa) and to is BFLOAT16:
+        bits = f.load(f"<{count} x i32>", scales)
+        high = f.value(f"sub <{count} x i32> {bits}, {integers(count, LEAST_SCALE)}")
+        usual = f.value(f"icmp ult <{count} x i32> {high}, {integers(count, SCALES_END - LEAST_SCALE)}")
+        all_usual = f.value(f"icmp eq i{count} {f.value(f'bitcast <{count} x i1> {usual} to i{count}')}, -1")
+        f.branch(
+            all_usual,
+            lambda: _emit_looked_up_blocks(f, isa, target, source, scales, ahead),
+            lambda: _emit_scaled_blocks(f, isa, to, target, source, scales, ahead),
+        )
+    else:
+        _emit_scaled_blocks(f, isa, to, target, source, scales, ahead)
+    rotary, ahead = f.offset(source, DS_ROTARY_AT), f.offset(ahead, DS_ROTARY_AT)
+    _emit_row(f, isa, BFLOAT16, to, f.offset(target, DS_LATENT * to.num_bytes), rotary, ahead, str(DS_ROTARY))
+
+
+def _emit_looked_up_blocks(f: Function, isa: Isa, target: str, source: str, scales: str, ahead: str) -> None:
+    """The codes of a row, block by block, in tables of the block's own."""
+    for block in range(DS_LATENT // DS_BLOCK):
+        scale = f.load("float", f.offset(scales, 4 * block))
+        tables = emit_scaled_tables(f, isa, f.splat(isa.vector_width, "float", scale))
+        for at in range(DS_BLOCK * block, DS_BLOCK * (block + 1), CODES):
+            _emit_looked_up(f, isa, tables, f.offset(target, 2 * at), f.offset(source, at), f.offset(ahead, at))
+
+
+def _emit_looked_up(f: Function, isa: Isa, tables: Tables, target: str, source: str, ahead: str) -> None:
+    """CODES of a row, in order."""
+    _prefetch(f, ahead)
+    codes = f.load(f"<{CODES} x i8>", source)
+    for half, words in enumerate(emit_words(f, isa, tables, codes, list(range(CODES // 2)))):
+        f.store(f"<{CODES // 2} x i16>", words, f.offset(target, CODES * half))
+
+
+def _emit_scaled_blocks(f: Function, isa: Isa, to: ElementFormat, target: str, source: str, scales: str,
+                        ahead: str) -> None:  # fmt: skip
+    """The codes of a row, a vector at a time, times their block's scale."""
+    with f.loop(0, DS_LATENT, isa.vector_width) as part:
         _prefetch(f, f.offset(ahead, part.index))
-        codes = f.load(f"<{step} x i8>", f.offset(source, part.index))
-        scales = f.offset(source, DS_SCALES_AT)
+        codes = f.load(f"<{isa.vector_width} x i8>", f.offset(source, part.index))
         block = f.value(f"udiv i64 {part.index}, {DS_BLOCK}")
         scale = f.load("float", f.offset(scales, f.value(f"shl i64 {block}, 2")))
         here = f.offset(target, f.value(f"mul i64 {part.index}, {to.num_bytes}"))
-        factor = f.splat(isa.vector_width, "float", scale)
-        if fast:
-            _emit_scaled_words(f, isa, codes, factor, here)
-        else:
-            _emit_scaled(f, isa, to, codes, factor, here)
-    rotary, ahead = f.offset(source, DS_ROTARY_AT), f.offset(ahead, DS_ROTARY_AT)
-    _emit_row(f, isa, BFLOAT16, to, f.offset(target, DS_LATENT * to.num_bytes), rotary, ahead, str(DS_ROTARY))
+        _emit_scaled(f, isa, to, codes, f.splat(isa.vector_width, "float", scale), here)
 
 
 def _emit_scaled(f: Function, isa: Isa, to: ElementFormat, codes: str, scale: str, target: str) -> None:
@@ -130,65 +161,6 @@ def _emit_scaled(f: Function, isa: Isa, to: ElementFormat, codes: str, scale: st
     if to is not BFLOAT16:
         x = to.emit_narrow(f, width, BFLOAT16.emit_widen(f, width, x))
     f.store(f"<{width} x {to.llvm}>", x, target)
-
-
-def _emit_scaled_words(f: Function, isa: Isa, codes: str, scale: str, target: str) -> None:
-    """CODES of them, looked up, times the scale, rounded by the instruction, which flushes subnormal numbers.
-
-    Elements a vector apart share 32 bits: a shift and a mask widen them, and products come in order.
-    """
-    assert isa.narrow is not None
-    width, kind, bits = isa.vector_width, f"<{isa.vector_width} x float>", f"<{isa.vector_width} x i32>"
-    places = [word // 2 + width * (word % 2) for word in range(2 * width)]
-    for half, words in enumerate(emit_words(f, isa, FLOAT8_E4M3FN, codes, places)):
-        pairs = f.value(f"bitcast <{2 * width} x i16> {words} to {bits}")
-        wide = (f.value(f"shl {bits} {pairs}, {integers(width, 16)}"),
-                f.value(f"and {bits} {pairs}, {integers(width, -65536)}"))  # fmt: skip
-        low, high = (f.value(f"fmul {kind} {f.value(f'bitcast {bits} {x} to {kind}')}, {scale}") for x in wide)
-        rounded = f.operation(isa.narrow.text, low=low, high=high)
-        f.store(f"<{2 * width} x bfloat>", rounded, f.offset(target, CODES * half))
-
-
-def emit_words(f: Function, isa: Isa, element: ElementFormat, codes: str, places: list[int]) -> list[str]:
-    """The bfloat16 of CODES of them, as two halves: word w of each is that of the half's element ``places[w]``.
-
-    The upper and the lower bytes are looked up apart, by all bits but the sign, and then interleaved, which goes
-    by 128 bits: the codes are put in order for it before.
-    """
-    kind, words = f"<{CODES} x i8>", f"<{CODES // 2} x i16>"
-    lanes = [(lane, half) for lane in range(CODES // 16) for half in range(2)]
-    order = [CODES // 2 * half + place for lane, half in lanes for place in places[8 * lane : 8 * lane + 8]]
-    codes = _shuffle(f, kind, codes, "poison", order)
-    sign = f.value(f"and {kind} {codes}, {_bytes([0x80] * CODES)}")
-    upper, lower = (_look_up(f, isa, codes, table) for table in _tables(element))
-    upper = f.value(f"or {kind} {upper}, {sign}")
-    halves = []
-    for half in range(2):
-        picked = [16 * lane + 8 * half + n for lane in range(CODES // 16) for n in range(8)]
-        both = _shuffle(f, kind, lower, upper, [place for n in picked for place in (n, CODES + n)])
-        halves.append(f.value(f"bitcast {kind} {both} to {words}"))
-    return halves
-
-
-def _tables(element: ElementFormat) -> np.ndarray:
-    """Upper and lower bytes, (2, 128), of the bfloat16 of all codes without a sign."""
-    codes = np.arange(128, dtype=np.uint8).view(getattr(ml_dtypes, element.name))
-    words = codes.astype(ml_dtypes.bfloat16).view(np.uint16)
-    return np.stack([words >> 8, words & 0xFF]).astype(np.uint8)
-
-
-def _look_up(f: Function, isa: Isa, codes: str, table: np.ndarray) -> str:
-    assert isa.look_up is not None
-    return f.operation(isa.look_up.text, first=_bytes(table[:CODES]), codes=codes, second=_bytes(table[CODES:]))
-
-
-def _shuffle(f: Function, kind: str, a: str, b: str, order: list[int]) -> str:
-    indices = ", ".join(f"i32 {n}" for n in order)
-    return f.value(f"shufflevector {kind} {a}, {kind} {b}, <{len(order)} x i32> <{indices}>")
-
-
-def _bytes(values) -> str:
-    return "<" + ", ".join(f"i8 {int(value)}" for value in values) + ">"
 
 
 def _prefetch(f: Function, pointer: str) -> None:
