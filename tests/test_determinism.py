@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import numba_mla
+from numba_mla import Tiling
 from numba_mla.testing.inputs import latent_problem
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -69,6 +70,17 @@ def test_items_of_one_split_and_of_several_merge_alike(vector_isa, rng, num_new)
     with numba_mla.threads(1):
         expected = numba_mla.extend(**problem)
     assert same_bits(numba_mla.extend(**problem), expected)
+
+
+@pytest.mark.parametrize("num_splits", [*range(2, 20), 31, 33, 48, 63, 64, 65])
+def test_pieces_of_falling_size_merge_as_in_one_thread(rng, num_splits):
+    """Any number of splits, which two workers cut into subtrees of many sizes; the last split is not full."""
+    tiling = Tiling(key_tile=16, kv_split=16)
+    problem = latent_problem(rng, 16, [16 * num_splits - 7, 16 * num_splits], [1, 2], 16, 16, 16)
+    with numba_mla.threads(1):
+        expected = numba_mla.extend(**problem, tiling=tiling)
+    with numba_mla.threads(2):
+        assert same_bits(numba_mla.extend(**problem, tiling=tiling), expected)
 
 
 def test_the_width_of_the_block_table_changes_no_bit(isa, rng):

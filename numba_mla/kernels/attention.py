@@ -37,7 +37,9 @@ from .schedule import (
     NUM_SPLITS,
     REMAINING,
     REQUEST,
+    RUN,
     SLOT,
+    STACK,
     Cut,
     plan_attention,
 )
@@ -173,20 +175,29 @@ def _attend_run(context, p, sources, table, group, lanes, item, outlook, result,
 
 
 @kernel
-def _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale):
-    """The upper part of the fixed tree, over a group's partial results; the result is in the first slot."""
-    first_slot, num_slots = group[FIRST_SLOT], group[NUM_ITEMS]
-    distance = 1
-    while distance < num_slots:
-        for i in range(0, num_slots - distance, 2 * distance):
-            a = state_at(scratch, slots + (first_slot + i) * scratch.state_bytes)
-            b = state_at(scratch, slots + (first_slot + i + distance) * scratch.state_bytes)
+def _merge_slots(context, p, group, runs, slots, lanes, scratch, exponent_scale):
+    """The upper part of the fixed tree, over a group's partial results; the result is in the first slot.
+
+    As in ``_attend_run``, a stack holds finished subtrees of falling sizes: its places are those of slots gone by.
+    """
+    first_slot, num_slots, depth = group[FIRST_SLOT], group[NUM_ITEMS], 0
+    for i in range(num_slots):
+        runs[first_slot + depth, STACK] = first_slot + i
+        depth += 1
+        is_last = i + 1 == num_slots
+        while depth > 1:
+            below, above = runs[first_slot + depth - 2, STACK], runs[first_slot + depth - 1, STACK]
+            if runs[below, RUN] != runs[above, RUN] and not is_last:
+                break
+            a = state_at(scratch, slots + below * scratch.state_bytes)
+            b = state_at(scratch, slots + above * scratch.state_bytes)
             merge(context, a, b, lanes.num, lanes.padded, padded_columns(context, p), scratch.weights, exponent_scale)
-        distance *= 2
+            runs[below, RUN] *= 2
+            depth -= 1
 
 
 @kernel
-def _run_item(context, p, item, outlook, seq_lens, table, slots, scratch, score_scale, value_scale):
+def _run_item(context, p, item, outlook, seq_lens, table, runs, slots, scratch, score_scale, value_scale):
     """One work item; whoever finishes the last item of a split group merges and writes the group."""
     exponent_scale = numba.float32(score_scale * LOG2_E)
     groups = outlook.groups
@@ -202,7 +213,7 @@ def _run_item(context, p, item, outlook, seq_lens, table, slots, scratch, score_
     if item[SLOT] >= 0:
         if fetch_add(groups.ctypes.data + 8 * (item[GROUP] * GROUP_SIZE + REMAINING), -1) > 1:
             return
-        _merge_slots(context, p, group, slots, lanes, scratch, exponent_scale)
+        _merge_slots(context, p, group, runs, slots, lanes, scratch, exponent_scale)
         result = slots + group[FIRST_SLOT] * scratch.state_bytes
     write_lanes(context, p, group, first_token, state_at(scratch, result), score_scale, value_scale, scratch)
 
@@ -212,7 +223,7 @@ def _work(worker, context, placed, score_scale, value_scale, metadata, plan, nex
     """One worker: take items until there are none."""
     p = unpack(placed)
     seq_lens, query_start_loc, table = metadata
-    items, groups, _, longest_run = plan
+    items, groups, runs, longest_run = plan
     size = lay_out(context, p, longest_run, numba.int64(0)).end
     scratch = lay_out(context, p, longest_run, workspace + worker * size)
     for at in range(scratch.zeros, scratch.states, 8):
@@ -224,7 +235,7 @@ def _work(worker, context, placed, score_scale, value_scale, metadata, plan, nex
     index = fetch_add(outlook.counter, 1)
     while index < len(items):
         store_i64(scratch.following, -1)
-        _run_item(context, p, items[index], outlook, seq_lens, table, slots, scratch, score_scale, value_scale)
+        _run_item(context, p, items[index], outlook, seq_lens, table, runs, slots, scratch, score_scale, value_scale)
         index = load_i64(scratch.following)
         # An item without keys has no last key tile, in which the next one is taken.
         if index < 0:
@@ -255,8 +266,8 @@ def attention_serial(context, packed, forms, apart, score_scale, value_scale, ch
     status, placed, metadata, plan = _prepare(context, packed, forms, apart, checks, arrays, one)
     if status != DONE:
         return status
-    _, _, num_slots, longest_run = plan
-    needed = workspace_bytes(context, unpack(placed), longest_run, num_slots, one)
+    _, _, runs, longest_run = plan
+    needed = workspace_bytes(context, unpack(placed), longest_run, len(runs), one)
     if needed > workspace_size:
         return needed
     _work(numba.int64(0), context, placed, score_scale, value_scale, metadata, plan, np.zeros(1, np.int64), workspace,
@@ -304,9 +315,9 @@ def attention_parallel(context, packed, forms, apart, score_scale, value_scale, 
     status, placed, metadata, plan = _prepare(context, packed, forms, apart, checks, arrays, num_workers)
     if status != DONE:
         return status
-    items, _, num_slots, longest_run = plan
+    items, _, runs, longest_run = plan
     workers = min(num_workers, len(items))
-    needed = workspace_bytes(context, unpack(placed), longest_run, num_slots, workers)
+    needed = workspace_bytes(context, unpack(placed), longest_run, len(runs), workers)
     if needed > workspace_size:
         return needed
     next_item = np.zeros(1, np.int64)

@@ -3,7 +3,8 @@
 Keys are cut at fixed absolute positions, into key tiles, and splits of several tiles. An item is one lane
 group over an aligned run of 2**k splits; the splits' results merge in a binary tree over the absolute split
 index, of which an item computes a whole subtree. So k, which depends on the number of workers, changes no
-bit of the result.
+bit of the result. What remains is shared out again and again, so that items get smaller: large ones leave
+little to merge, and small ones, which come last, even the load out.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 from ..checks import check_count
 from .compile import kernel
 
-# Items a worker should find at least, so that taking them one by one evens the load out.
-ITEMS_PER_WORKER = 12
+# The parts of a worker's share that an item may be at most: of what remains, or if that is more, of everything, which
+# evens the load out well enough.
+PARTS_OF_THE_REST, PARTS_OF_ALL = 3, 24
 # Lanes that share a row's way through the caches well enough, where it need not be converted: fewer only where
 # workers would have nothing to do.
 FEW_LANES = 32
@@ -33,6 +35,8 @@ SORTED_ITEMS = 24
 REQUEST, FIRST_HEAD, FIRST_LANE, NUM_LANES, END, FIRST_SLOT, NUM_ITEMS, REMAINING, GROUP_SIZE = range(9)
 # Columns of an item: its group, its run of splits, and the slot of its partial result (-1: the whole result).
 GROUP, FIRST_SPLIT, NUM_SPLITS, SLOT, ITEM_SIZE = range(5)
+# Columns of a slot: the splits of its subtree; and, while a group's are merged, a stack of them.
+RUN, STACK, SLOT_SIZE = range(3)
 
 
 class Cut(NamedTuple):
@@ -88,80 +92,125 @@ def last_seen(token, seq_len, num_new, causal):
 
 
 @kernel
-def _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal):
-    """The lane groups of all requests, in order, not yet cut into items."""
-    per_request = num_heads // group_heads
-    num_groups = 0
+def _largest_share(remaining, total, num_workers):
+    """What the next item should cost at most, lanes times keys; a worker alone takes each group whole."""
+    if num_workers == 1:
+        return remaining
+    return max(remaining // (num_workers * PARTS_OF_THE_REST), total // (num_workers * PARTS_OF_ALL))
+
+
+@kernel
+def _total_cost(seq_lens, query_start_loc, num_heads, causal):
+    """Lanes times the keys that they see, of all requests."""
+    total = np.int64(0)
     for r in range(len(seq_lens)):
-        lanes = (query_start_loc[r + 1] - query_start_loc[r]) * group_heads
-        num_groups += per_request * -(-lanes // lane_group)
-    groups = np.zeros((num_groups, GROUP_SIZE), np.int64)
-    group = 0
+        num_new = query_start_loc[r + 1] - query_start_loc[r]
+        first = last_seen(0, seq_lens[r], num_new, causal)
+        last = last_seen(num_new - 1, seq_lens[r], num_new, causal)
+        total += num_new * num_heads * (first + last + 2) // 2
+    return total
+
+
+@kernel
+def _lanes_of(lanes, keys, cut, most, total, num_workers):
+    """Lanes of the next group, of those that are left: halved while an item would cost too much.
+
+    Halving lanes leaves less to merge than cutting keys does. Below ``few_lanes``, only where workers would have
+    nothing to do even if keys are cut.
+    """
+    size = cut.lane_group
+    while num_workers > 1 and size > cut.least_lanes:
+        is_large = min(size, lanes) * keys > most
+        is_needed = min(size, lanes) * min(keys, cut.kv_split) * 2 * num_workers > total
+        if not (is_large if size > cut.few_lanes else is_needed):
+            break
+        size //= 2
+    return min(size, lanes)
+
+
+@kernel
+def _walk_groups(requests, groups):
+    """List the lane groups of all requests, in order, as far as there is room; how many they are."""
+    seq_lens, query_start_loc, num_heads, group_heads, causal, cut, num_workers = requests
+    total = _total_cost(seq_lens, query_start_loc, num_heads, causal)
+    remaining, group = total, 0
     for r in range(len(seq_lens)):
         num_new = query_start_loc[r + 1] - query_start_loc[r]
         lanes = num_new * group_heads
         for head in range(0, num_heads, group_heads):
-            for first in range(0, lanes, lane_group):
-                count = min(lane_group, lanes - first)
-                groups[group, REQUEST] = r
-                groups[group, FIRST_HEAD] = head
-                groups[group, FIRST_LANE] = first
-                groups[group, NUM_LANES] = count
-                last_token = (first + count - 1) // group_heads
-                groups[group, END] = last_seen(last_token, seq_lens[r], num_new, causal) + 1
+            first = np.int64(0)
+            while first < lanes:
+                most = _largest_share(remaining, total, num_workers)
+                keys = last_seen(first // group_heads, seq_lens[r], num_new, causal) + 1
+                count = _lanes_of(lanes - first, keys, cut, most, total, num_workers)
+                end = last_seen((first + count - 1) // group_heads, seq_lens[r], num_new, causal) + 1
+                if group < len(groups):
+                    groups[group, REQUEST] = r
+                    groups[group, FIRST_HEAD] = head
+                    groups[group, FIRST_LANE] = first
+                    groups[group, NUM_LANES] = count
+                    groups[group, END] = end
+                remaining -= count * (keys + end) // 2
+                first += count
                 group += 1
-    return groups
+    return group
 
 
 @kernel
-def _cut_groups(groups, kv_split, num_workers):
-    """Cut the groups into items, and say what each item costs: lanes times keys."""
-    total, most_lanes = np.int64(0), np.int64(1)
+def _run_length(first, end, kv_split, most):
+    """Splits of the item that begins with split ``first``: the largest subtree there, of at most ``most`` keys."""
+    run, start = 1, first * kv_split
+    while first % (2 * run) == 0 and start + run * kv_split < end:
+        if min(end, start + 2 * run * kv_split) - start > most:
+            break
+        run *= 2
+    return run
+
+
+@kernel
+def _room(num_items, num_slots):
+    """Room for items, what they cost, and their slots."""
+    return (np.empty((num_items, ITEM_SIZE), np.int64), np.empty(num_items, np.int64),
+            np.empty((num_slots, SLOT_SIZE), np.int64))  # fmt: skip
+
+
+@kernel
+def _walk_items(groups, kv_split, num_workers, room):
+    """Cut all groups into items, and list these and their slots as far as there is room.
+
+    Returns how many items and slots there are, and the longest run.
+    """
+    items, costs, slots = room
+    total = np.int64(0)
     for group in range(len(groups)):
         total += groups[group, NUM_LANES] * groups[group, END]
-        most_lanes = max(most_lanes, groups[group, NUM_LANES])
-    # A worker alone takes each group whole.
-    run = 1 << 40 if num_workers == 1 else 1
-    while num_workers > 1 and 2 * run * kv_split * most_lanes * num_workers * ITEMS_PER_WORKER <= total:
-        run *= 2
-    num_items, num_slots = 0, 0
+    remaining, item, num_slots, longest_run = total, 0, 0, np.int64(0)
     for group in range(len(groups)):
-        splits = -(-groups[group, END] // kv_split)
-        pieces = max(1, -(-splits // run))
+        lanes, end = groups[group, NUM_LANES], groups[group, END]
+        splits, first_item, first = -(-end // kv_split), item, 0
         groups[group, FIRST_SLOT] = num_slots
-        groups[group, NUM_ITEMS] = pieces
-        groups[group, REMAINING] = pieces
-        num_items += pieces
-        if pieces > 1:
-            num_slots += pieces
-
-    items = np.empty((num_items, ITEM_SIZE), np.int64)
-    costs = np.empty(num_items, np.int64)
-    item, longest_run = 0, 0
-    for group in range(len(groups)):
-        end = groups[group, END]
-        splits = -(-end // kv_split)
-        pieces = groups[group, NUM_ITEMS]
-        for piece in range(pieces):
-            first_split = piece * run
-            items[item, GROUP] = group
-            items[item, FIRST_SPLIT] = first_split
-            items[item, NUM_SPLITS] = min(run, splits - first_split)
-            items[item, SLOT] = groups[group, FIRST_SLOT] + piece if pieces > 1 else -1
-            keys = min(end, (first_split + run) * kv_split) - first_split * kv_split
-            costs[item] = groups[group, NUM_LANES] * keys
-            longest_run = max(longest_run, items[item, NUM_SPLITS])
+        while first < splits or item == first_item:
+            most = _largest_share(remaining, total, num_workers)
+            run = _run_length(first, end, kv_split, most // lanes)
+            cost = lanes * (min(end, (first + run) * kv_split) - first * kv_split)
+            slot = num_slots + item - first_item
+            if item < len(items):
+                items[item, GROUP] = group
+                items[item, FIRST_SPLIT] = first
+                items[item, NUM_SPLITS] = min(run, splits - first)
+                items[item, SLOT] = slot if run < splits else -1
+                costs[item] = cost
+            if slot < len(slots):
+                slots[slot, RUN] = run
+            longest_run = max(longest_run, min(run, splits - first))
+            remaining -= cost
+            first += run
             item += 1
-    return items, costs, num_slots, longest_run
-
-
-@kernel
-def _count_items(groups, kv_split):
-    """Items of a plan whose runs are single splits."""
-    count = 0
-    for group in range(len(groups)):
-        count += max(1, -(-groups[group, END] // kv_split))
-    return count
+        groups[group, NUM_ITEMS] = item - first_item
+        groups[group, REMAINING] = item - first_item
+        if item - first_item > 1:
+            num_slots += item - first_item
+    return item, num_slots, longest_run
 
 
 @kernel
@@ -226,22 +275,19 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, causal, cu
     -------
     items : int64 (items, ITEM_SIZE)
     groups : int64 (groups, GROUP_SIZE)
-    num_slots : int
+    slots : int64 (slots, SLOT_SIZE)
         Partial results that the items of split groups leave in the workspace.
     longest_run : int
         Splits of the longest item.
     """
-    lane_group = cut.lane_group
-    groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
-    # Too few items to go round evenly: smaller lane groups make more of them.
-    while num_workers > 1 and lane_group > cut.least_lanes:
-        wanted = ITEMS_PER_WORKER if lane_group > cut.few_lanes else 2
-        if _count_items(groups, cut.kv_split) >= wanted * num_workers:
-            break
-        lane_group //= 2
-        groups = _list_groups(seq_lens, query_start_loc, num_heads, group_heads, lane_group, causal)
-    items, costs, num_slots, longest_run = _cut_groups(groups, cut.kv_split, num_workers)
+    requests = seq_lens, query_start_loc, num_heads, group_heads, causal, cut, num_workers
+    groups = np.zeros((_walk_groups(requests, np.zeros((0, GROUP_SIZE), np.int64)), GROUP_SIZE), np.int64)
+    _walk_groups(requests, groups)
+    num_items, num_slots, longest_run = _walk_items(groups, cut.kv_split, num_workers, _room(0, 0))
+    room = _room(num_items, num_slots)
+    _walk_items(groups, cut.kv_split, num_workers, room)
+    items, costs, slots = room
     many = len(items) > SORTED_ITEMS * num_workers
     if cut.item_order == ROWS or (cut.item_order == AUTO and many):
-        return _order_by_rows(items, groups), groups, num_slots, longest_run
-    return _sort(items, costs), groups, num_slots, longest_run
+        return _order_by_rows(items, groups), groups, slots, longest_run
+    return _sort(items, costs), groups, slots, longest_run
