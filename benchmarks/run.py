@@ -2,8 +2,9 @@
 
 Every result is checked against the float64 reference, and to be the same bits twice, before its time is shown.
 A time is the median of many calls; the peak is the best of many slices of dot instructions, taken between the
-calls of the same run. Each round is printed; the best median counts. Quantised caches and weights are measured
-in turn with bfloat16 of the same shape: ``--dtype float8_e4m3fn``, ``--dtype fp8_ds_mla``, ``--dtype fp8_blocks``.
+calls of the same run, so that the last lines have the fractions that count. Each round is printed; the best median
+counts. Quantised caches and weights are measured in turn with bfloat16 of the same shape: ``--dtype float8_e4m3fn``,
+``--dtype fp8_ds_mla``, ``--dtype fp8_blocks``.
 """
 
 from __future__ import annotations

@@ -120,6 +120,20 @@ def test_an_fp8_case_is_reported_as_a_ratio_to_bfloat16(load, tiny):
         assert row["beside"]["speed"] == pytest.approx(row["beside"]["median_us"] / row["median_us"])
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_fractions_are_of_the_peak_that_was_found_in_the_end(load, tiny, capsys, as_json):
+    measure = load("measure")
+    peaks = measure.Peaks()
+    case = chosen(tiny, "decode", dtype=["float32"])[0]
+    row = measure.run_case(case, peaks[case.isa], 1)
+    wrong = {"case": "other", "wrong": True}
+    peaks[case.isa].gflops *= 2
+    measure.report({"op": "decode", "cases": [row, wrong]}, peaks, as_json)
+    printed = capsys.readouterr().out
+    found = json.loads(printed)["cases"][0]["fraction"] if as_json else float(printed.splitlines()[-1].split()[-4])
+    assert found == pytest.approx(row["gflops"] / peaks[case.isa].gflops, abs=0 if as_json else 5.1e-4)
+
+
 def test_one_row_reads_its_weight_from_memory(load, tiny):
     """Its copies are read in turn, and hold more together than the caches."""
     bmm_cases = load("bmm_cases")
