@@ -102,10 +102,10 @@ def _largest_share(remaining, total, num_workers):
 @kernel
 def _total_cost(seq_lens, query_start_loc, num_heads, causal):
     """Lanes times the keys that they see, of all requests."""
-    total = np.int64(0)
+    total, token = np.int64(0), np.int64(0)
     for r in range(len(seq_lens)):
         num_new = query_start_loc[r + 1] - query_start_loc[r]
-        first = last_seen(0, seq_lens[r], num_new, causal)
+        first = last_seen(token, seq_lens[r], num_new, causal)
         last = last_seen(num_new - 1, seq_lens[r], num_new, causal)
         total += num_new * num_heads * (first + last + 2) // 2
     return total
@@ -187,7 +187,7 @@ def _walk_items(groups, kv_split, num_workers, room):
     remaining, item, num_slots, longest_run = total, 0, 0, np.int64(0)
     for group in range(len(groups)):
         lanes, end = groups[group, NUM_LANES], groups[group, END]
-        splits, first_item, first = -(-end // kv_split), item, 0
+        splits, first_item, first = -(-end // kv_split), item, np.int64(0)
         groups[group, FIRST_SLOT] = num_slots
         while first < splits or item == first_item:
             most = _largest_share(remaining, total, num_workers)
@@ -283,7 +283,8 @@ def plan_attention(seq_lens, query_start_loc, num_heads, group_heads, causal, cu
     requests = seq_lens, query_start_loc, num_heads, group_heads, causal, cut, num_workers
     groups = np.zeros((_walk_groups(requests, np.zeros((0, GROUP_SIZE), np.int64)), GROUP_SIZE), np.int64)
     _walk_groups(requests, groups)
-    num_items, num_slots, longest_run = _walk_items(groups, cut.kv_split, num_workers, _room(0, 0))
+    none = np.int64(0)
+    num_items, num_slots, longest_run = _walk_items(groups, cut.kv_split, num_workers, _room(none, none))
     room = _room(num_items, num_slots)
     _walk_items(groups, cut.kv_split, num_workers, room)
     items, costs, slots = room
