@@ -11,6 +11,7 @@ from .text import Function
 from .vector import FLOAT8S, FLOATS, FORMATS
 
 _DECLARATIONS = (
+    "declare i32 @llvm.smax.i32(i32, i32)",
     "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
     "declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)",
     "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
@@ -111,6 +112,8 @@ def _build(isa: Isa, triple: str, functions: list[Function]) -> str:
     """A module of some functions, and all that they may call."""
     attributes = f'nounwind "target-cpu"="{isa.cpu}" "target-features"="{isa.features}"'
     declarations = {*_DECLARATIONS, *(_multiply_add(width) for width in (1, isa.vector_width))}
+    bits = f"v{isa.vector_width}i32(<{isa.vector_width} x i32>)"
+    declarations.update(f"declare i32 @llvm.vector.reduce.{which}.{bits}" for which in ("smin", "smax"))
     declarations.update(isa.declarations)
     if isa.tiles is not None:
         shape = ", ".join(f"i8 {byte}" for byte in tiles.tile_configuration())

@@ -163,7 +163,7 @@ def build_any_nonfinite(isa: Isa) -> Function:
         special = f.value(f"icmp eq {bits} {high}, {mask}")
         return f.value(f"or <{width} x i1> {so_far}, {special}")
 
-    width = isa.vector_width
+    width = isa.vector_bytes // native.num_bytes
     whole = f.value(f"and i64 %n, {-width}")
     vector, scalar = f"<{width} x i1>", "<1 x i1>"
     with f.loop(0, "%keys", 1, [(vector, "zeroinitializer"), (scalar, "zeroinitializer")]) as key:

@@ -30,7 +30,7 @@ def build_mask(isa: Isa) -> Function:
         low = f.load(bits, f.offset("%low", at))
         high = f.load(bits, f.offset("%high", at))
         column = f.offset("%s", at)
-        with f.loop(0, _limit(f, isa, lane.index), 1) as key:
+        with f.loop(_first_unseen(f, isa, first, low, high), _limit(f, isa, lane.index), 1) as key:
             place = f.value(f"add i32 {first}, {f.value(f'trunc i64 {key.index} to i32')}")
             position = f.splat(width, "i32", place)
             pointer = f.offset(column, f.value(f"mul i64 {key.index}, %lds"))
@@ -42,6 +42,16 @@ def build_mask(isa: Isa) -> Function:
             f.store(kind, f.value(f"select <{width} x i1> {seen}, {kind} {score}, {kind} {constant(width, MASKED)}"),
                     pointer)  # fmt: skip
     return f
+
+
+def _first_unseen(f: Function, isa: Isa, first: str, low: str, high: str) -> str:
+    """The key of the tile from which on some lane of a vector may not see it: 0 if that begins before it does."""
+    of_vector = f"v{isa.vector_width}i32(<{isa.vector_width} x i32>"
+    latest = f.value(f"call i32 @llvm.vector.reduce.smax.{of_vector} {low})")
+    soonest = f.value(f"call i32 @llvm.vector.reduce.smin.{of_vector} {high})")
+    seen = f.value(f"sub i32 {f.value(f'call i32 @llvm.smax.i32(i32 {soonest}, i32 {first})')}, {first}")
+    has_begun = f.value(f"icmp sle i32 {latest}, {first}")
+    return f.value(f"zext i32 {f.value(f'select i1 {has_begun}, i32 {seen}, i32 0')} to i64")
 
 
 def _limit(f: Function, isa: Isa, lane: str) -> str:
