@@ -199,6 +199,19 @@ def test_scaling_multiplies_tables_and_not_codes(name):
     assert body.count("vpermb") + body.count("vpermt2b") + body.count("vpermi2b") == 4 * blocks + 2 * groups
 
 
+def test_blocks_of_scaled_weights_hold_no_vector_on_the_stack():
+    """Nor after their loop, where the scaled sums are added to what is there."""
+    machine = replace(SAPPHIRE, feature_string=SAPPHIRE.feature_string + ",+avx512vbmi")
+    record = select(machine, forced="avx512bf16")
+    code = link.assembly(record, machine.triple)
+    names = [blocks.scaled_name(rows, record.blocks.weight[1]) for rows in record.weight_rows]
+    names += [f"dot_scaled_codes_{rows}_{element}" for rows in (4, 2, 1) for element in FP8]
+    for name in names:
+        body = listing.function_body(code, name)
+        assert "vfmadd" in body
+        assert not re.search(r"zmm.*\(%rsp\)|\(%rsp\).*zmm", body), name
+
+
 def test_codes_are_looked_up_beside_the_products_without_the_stack():
     """Two look-ups of the 64 codes of two vectors, beside a product for each row and vector."""
     machine = replace(SAPPHIRE, feature_string=SAPPHIRE.feature_string + ",+avx512vbmi")

@@ -87,10 +87,7 @@ def build_dot_scaled(isa: Isa, rows: int, vectors: int) -> Function:
     zeros = [constant(width, 0.0)] * (rows * vectors)
     sums = emit_dot(f, isa, row, "%ahead", ("%b", "%ldb"), "%k", zeros)
     scales = [f.load(kind, f.offset("%scales", v * isa.vector_bytes)) for v in range(vectors)]
-    target = [f.offset("%c", f.value(f"mul i64 %ldc, {r}")) for r in range(rows)]
-    present = start_sums(f, isa, target, vectors)
-    scaled = [multiply_add(f, width, x, scales[n % vectors], present[n]) for n, x in enumerate(sums)]
-    store_block(f, isa, target, scaled, vectors)
+    add_scaled(f, isa, [f.offset("%c", f.value(f"mul i64 %ldc, {r}")) for r in range(rows)], sums, scales)
     return f
 
 
@@ -276,6 +273,27 @@ def start_sums(f: Function, isa: Isa, target: list[str], vectors: int) -> list[s
             present = f.load(kind, f.offset(pointer, v * isa.vector_bytes))
             sums.append(f.value(f"select i1 {keep}, {kind} {present}, {kind} {constant(isa.vector_width, 0.0)}"))
     return sums
+
+
+def add_scaled(f: Function, isa: Isa, target: list[str], sums: list[str], scales: list[str]) -> None:
+    """Sums times their column's scale, added to the block's content, or to zero where nothing is accumulated.
+
+    Either has code of its own: where a block's content is chosen first, LLVM holds all of it on the stack.
+    """
+    width, kind, vectors = isa.vector_width, f"<{isa.vector_width} x float>", len(scales)
+
+    def add(emit: Callable[[str, str, str], str]) -> None:
+        for n, x in enumerate(sums):
+            place = f.offset(target[n // vectors], n % vectors * isa.vector_bytes)
+            f.store(kind, emit(place, x, scales[n % vectors]), place)
+
+    def onto(place: str, x: str, scale: str) -> str:
+        return multiply_add(f, width, x, scale, f.load(kind, place))
+
+    def alone(place: str, x: str, scale: str) -> str:
+        return f.value(f"fadd {kind} {f.value(f'fmul {kind} {x}, {scale}')}, {constant(width, 0.0)}")
+
+    f.branch(f.value("icmp ne i64 %accumulate, 0"), lambda: add(onto), lambda: add(alone))
 
 
 def store_block(f: Function, isa: Isa, target: list[str], sums: list[str], vectors: int) -> None:

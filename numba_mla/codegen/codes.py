@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from ..isa import Isa
 from . import lookup
-from .blocks import STREAM_AHEAD_BYTES, dot_name, emit_dot, scaled_name, start_sums, store_block
+from .blocks import STREAM_AHEAD_BYTES, add_scaled, dot_name, emit_dot, scaled_name, start_sums, store_block
 from .lookup import CODES, element_tables, emit_words
 from .products import loop_blocks
 from .text import Function
-from .vector import ElementFormat, constant, multiply_add
+from .vector import ElementFormat, constant
 
 # Rows that are multiplied while codes are looked up: the most, which leave the weights to further rows, and fewer.
 _MOST_ROWS = 4
@@ -73,9 +73,9 @@ def _build_dot(isa: Isa, element: ElementFormat, rows: int, is_scaled: bool) -> 
     sums = emit_dot(f, isa, row, "%ahead", ("%b", str(step_bytes)), "%k", sums, unroll=_UNROLL, take=look_up)
     if is_scaled:
         scales = [f.load(kind, f.offset("%scales", v * isa.vector_bytes)) for v in range(vectors)]
-        present = start_sums(f, isa, target, vectors)
-        sums = [multiply_add(f, width, x, scales[n % vectors], present[n]) for n, x in enumerate(sums)]
-    store_block(f, isa, target, sums, vectors)
+        add_scaled(f, isa, target, sums, scales)
+    else:
+        store_block(f, isa, target, sums, vectors)
     return f
 
 

@@ -76,7 +76,6 @@ def _weights(isa: Isa) -> list[Function]:
 def _stages(isa: Isa) -> list[Function]:
     """All that is done to rows, scores and states."""
     return [
-        *(products.build_narrow_rows(element) for element in FLOATS),
         blocks.build_read(isa),
         softmax.build_mask(isa),
         softmax.build_softmax(isa),
@@ -94,6 +93,7 @@ def _stages(isa: Isa) -> list[Function]:
         *(build(isa, n) for n in native.ROW_FORMATS for build in (native.build_native, native.build_native_rows)),
         *(build(isa, element) for element in FLOATS for build in (rows.build_narrow, rows.build_finish)),
         *(rows.build_finish_rows(element) for element in FLOATS),
+        *(rows.build_narrow_rows(isa, element) for element in FLOATS),
         *(rows.build_pack(isa, element) for element in FLOATS if element.name in isa.dtypes),
         *(rows.build_quantise(isa, element) for element in FLOAT8S),
     ]

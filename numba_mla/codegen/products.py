@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..isa import Isa
 from .blocks import STREAM_AHEAD_BYTES, dot_name, emit_dot, scaled_name, store_block, value_name
 from .text import Function
-from .vector import ElementFormat, constant
+from .vector import constant
 
 # Passes over lanes that each prefetch rows of another kind.
 PASSES_AHEAD = 4
@@ -179,15 +179,4 @@ def build_multiply_scaled(isa: Isa) -> Function:
         )
 
     loop_blocks(f, "%num_rows", isa.weight_rows, block)
-    return f
-
-
-def build_narrow_rows(element: ElementFormat) -> Function:
-    """``num_rows`` rows of float32 to rows of the element's format, each ``n`` wide."""
-    f = Function(f"narrow_rows_{element.name}", [("ptr", "target"), ("i64", "ldt"), ("ptr", "source"), ("i64", "lds"),
-                                                 ("i64", "num_rows"), ("i64", "n")])  # fmt: skip
-    with f.loop(0, "%num_rows", 1) as row:
-        target = f.offset("%target", f.value(f"mul i64 {row.index}, %ldt"))
-        source = f.offset("%source", f.value(f"mul i64 {row.index}, %lds"))
-        f.do(f"call void @narrow_{element.name}(ptr {target}, ptr {source}, i64 %n)")
     return f

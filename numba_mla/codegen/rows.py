@@ -87,6 +87,23 @@ def build_narrow(isa: Isa, element: ElementFormat) -> Function:
     return f
 
 
+def build_narrow_rows(isa: Isa, element: ElementFormat) -> Function:
+    """``num_rows`` rows of float32, ``n`` wide, times ``factor``, to rows of the element's format."""
+    f = Function(f"narrow_rows_{element.name}", [("ptr", "target"), ("i64", "ldt"), ("ptr", "source"), ("i64", "lds"),
+                                                 ("i64", "num_rows"), ("i64", "n"), ("float", "factor")])  # fmt: skip
+    with f.loop(0, "%num_rows", 1) as row:
+        target = f.offset("%target", f.value(f"mul i64 {row.index}, %ldt"))
+        source = f.offset("%source", f.value(f"mul i64 {row.index}, %lds"))
+
+        def emit(width: int, at: str) -> None:
+            kind = f"<{width} x float>"
+            x = f.value(f"fmul {kind} {f.load(kind, f.offset(source, at))}, {f.splat(width, 'float', '%factor')}")
+            _narrow_at(f, element, width, at, x, target)
+
+        _each_vector(f, isa, emit)
+    return f
+
+
 def build_quantise(isa: Isa, element: ElementFormat) -> Function:
     """One row of float32 over a scale to the element's format, rounded to nearest even.
 
@@ -103,10 +120,10 @@ def build_quantise(isa: Isa, element: ElementFormat) -> Function:
     return f
 
 
-def _narrow_at(f: Function, element: ElementFormat, width: int, at: str, x: str) -> None:
+def _narrow_at(f: Function, element: ElementFormat, width: int, at: str, x: str, target: str = "%target") -> None:
     """Store float32 values, in the element's format, to the target's place for float32 offset ``at``."""
     place = f.value(f"mul i64 {f.value(f'lshr i64 {at}, 2')}, {element.num_bytes}")
-    f.store(f"<{width} x {element.llvm}>", element.emit_narrow(f, width, x), f.offset("%target", place))
+    f.store(f"<{width} x {element.llvm}>", element.emit_narrow(f, width, x), f.offset(target, place))
 
 
 def build_pack(isa: Isa, element: ElementFormat) -> Function:

@@ -25,7 +25,6 @@ from .context import (
     NATIVE_BYTES,
     NATIVE_ROWS,
     RELEASE_TILES,
-    SCALE,
     TO_NATIVE,
     VECTOR_WIDTH,
     WEIGHT_VECTORS,
@@ -80,7 +79,6 @@ class Product(NamedTuple):
     num_rows: int
     num_columns: int
     k: int
-    scaled: int
 
     def packed(self) -> np.ndarray:
         """The fields as an int64 array: one cheap argument instead of many."""
@@ -105,7 +103,7 @@ class Scratch(NamedTuple):
 def unpack(n):
     """The product from its packed integers."""
     return Product(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
-                   n[15], n[16], n[17], n[18], n[19], n[20], n[21], n[22])  # fmt: skip
+                   n[15], n[16], n[17], n[18], n[19], n[20], n[21])  # fmt: skip
 
 
 @kernel
@@ -273,11 +271,9 @@ def _run_item(context, p, item, following, scale, scratch):
                                scratch.sums + 4 * panel * width, stride, scratch)  # fmt: skip
                 weights += panel_bytes
             first_k = next_k
-        if p.scaled != 0:
-            for i in range(num_rows):
-                call(context[SCALE], (scratch.sums + i * stride, columns, scale))
         target = p.out + head * p.out_head_stride + first_row * p.out_row_stride + first_column * p.out_bytes
-        call(context[NARROW_ROWS + p.out_element], (target, p.out_row_stride, scratch.sums, stride, num_rows, columns))
+        call(context[NARROW_ROWS + p.out_element], (target, p.out_row_stride, scratch.sums, stride, num_rows, columns,
+                                                scale))  # fmt: skip
 
 
 @kernel

@@ -277,7 +277,7 @@ def _prepare(a, w: PackedWeight, scale, out) -> Prepared[_ProductCall]:
         0, CODES[w.dtype], w.panels.itemsize, w.panels.shape[4], w.panels.shape[2] * w.panels.shape[4],
         0, block_rows, _filled(block_rows, record),
         0, target.strides[0], target.strides[1], CODES[target.dtype], target.itemsize, num_heads=heads,
-        num_rows=a.shape[1], num_columns=columns, k=k, scaled=int(factor is not None),
+        num_rows=a.shape[1], num_columns=columns, k=k,
     )  # fmt: skip
     arrays = _Arrays(a, w.panels, w.block_scales, target)
     call = _ProductCall(context_for(w.isa, NAMES[a.dtype]), product.packed(), forms_of(arrays),
