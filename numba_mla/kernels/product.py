@@ -89,6 +89,15 @@ class Product(NamedTuple):
 ADDRESSES = tuple(Product._fields.index(name) for name in ("a", "w", "scales", "out"))
 
 
+class Part(NamedTuple):
+    """Elements of k taken together: the first and how many; their block of scales, and their place in a panel."""
+
+    first: int
+    num: int
+    block: int
+    place: int
+
+
 class Scratch(NamedTuple):
     """Addresses of one worker's memory; ``end`` is one past it."""
 
@@ -158,27 +167,23 @@ def _is_native(context, p):
 
 
 @kernel
-def _count_k(context, p, first_k):
-    """Elements of k that are taken together from ``first_k`` on: of one block, as many as the caches have room for."""
+def _part_from(context, p, first, block, place):
+    """The part that begins there: of one block, as many elements as the caches have room for."""
     most = K_BLOCK if _is_native(context, p) else CONVERTED_K
-    return min(most, (first_k // p.scale_rows + 1) * p.scale_rows - first_k, p.k - first_k)
+    left = block * p.scale_k + p.scale_rows - place
+    return Part(first, min(most, left, p.k - first), block, place)
 
 
 @kernel
-def _locate_part(context, p, panel, first_k):
-    """The address of a panel's part from element ``first_k`` on."""
-    block = first_k // p.scale_rows
-    place = panel * p.w_k + block * p.scale_k + first_k - block * p.scale_rows
-    return p.w + place * panel_width(context) * p.w_bytes
-
-
-@kernel
-def _locate_scales(context, p, panel, first_k):
-    """The address of the scales of that part, one for each column; 0 without scales."""
-    if p.scales == 0:
-        return p.scales
-    block = panel * -(-p.k // p.scale_rows) + first_k // p.scale_rows
-    return p.scales + 4 * block * panel_width(context)
+def _next_part(context, p, part):
+    """The part after that one; the first one again, for the next panel, after the last."""
+    first, block, place = part.first + part.num, part.block, part.place + part.num
+    if first == p.k:
+        first, block, place = 0, 0, 0
+    elif place == block * p.scale_k + p.scale_rows:
+        block += 1
+        place = block * p.scale_k
+    return _part_from(context, p, first, block, place)
 
 
 @kernel
@@ -219,6 +224,21 @@ def _multiply_part(context, p, weights, soon, scales, first_k, num_k, num_rows, 
 
 
 @kernel
+def _multiply_panels(context, p, part, first_panel, num_panels, afterwards, num_rows, stride, scratch):
+    """Add the products of the rows with a part of neighbouring panels; ``afterwards`` is what is multiplied next."""
+    width, step_bytes = panel_width(context), panel_width(context) * p.w_bytes
+    panel_bytes, num_blocks = p.w_k * step_bytes, -(-p.k // p.scale_rows)
+    weights, scales = p.w + first_panel * panel_bytes + part.place * step_bytes, p.scales
+    for panel in range(num_panels):
+        soon = weights + panel_bytes if panel + 1 < num_panels else afterwards
+        if p.scales != 0:
+            scales = p.scales + 4 * width * ((first_panel + panel) * num_blocks + part.block)
+        _multiply_part(context, p, weights, soon, scales, part.first, part.num, num_rows,
+                       scratch.sums + 4 * panel * width, stride, scratch)  # fmt: skip
+        weights += panel_bytes
+
+
+@kernel
 def panels_an_item(p):
     """Panels of one work item: more where k is short, so that an item is worth its while."""
     return max(1, min(MAX_PANELS, STEPS_AN_ITEM // p.k))
@@ -250,27 +270,18 @@ def _run_item(context, p, item, following, scale, scratch):
     num_panels = min(together, (head + 1) * _panels_a_head(context, p) - first_panel)
     first_column = (first_panel - head * _panels_a_head(context, p)) * width
     columns = min(num_panels * width, p.num_columns - first_column)
-    stride, panel_bytes = 4 * together * width, p.w_k * width * p.w_bytes
+    stride, step_bytes, zero = 4 * together * width, width * p.w_bytes, numba.int64(0)
     for first_row in range(0, p.num_rows, ROW_BLOCK):
         num_rows = min(ROW_BLOCK, p.num_rows - first_row)
-        first_k = numba.int64(0)
-        while first_k < p.k:
-            num_k = _count_k(context, p, first_k)
-            padded_rows = _place_rows(context, p, head, first_row, num_rows, first_k, num_k, scratch)
-            next_k = first_k + num_k
-            weights = _locate_part(context, p, first_panel, first_k)
-            if next_k < p.k:
-                afterwards = _locate_part(context, p, first_panel, next_k)
-            else:
-                next_panel = first_panel if first_row + num_rows < p.num_rows else following_panel
-                afterwards = _locate_part(context, p, next_panel, numba.int64(0))
-            for panel in range(num_panels):
-                soon = weights + panel_bytes if panel + 1 < num_panels else afterwards
-                scales = _locate_scales(context, p, first_panel + panel, first_k)
-                _multiply_part(context, p, weights, soon, scales, first_k, num_k, padded_rows,
-                               scratch.sums + 4 * panel * width, stride, scratch)  # fmt: skip
-                weights += panel_bytes
-            first_k = next_k
+        part, is_last = _part_from(context, p, zero, zero, zero), p.k == 0
+        while not is_last:
+            padded_rows = _place_rows(context, p, head, first_row, num_rows, part.first, part.num, scratch)
+            next_part = _next_part(context, p, part)
+            is_last = next_part.first == 0
+            next_panel = following_panel if is_last and first_row + num_rows == p.num_rows else first_panel
+            afterwards = p.w + (next_panel * p.w_k + next_part.place) * step_bytes
+            _multiply_panels(context, p, part, first_panel, num_panels, afterwards, padded_rows, stride, scratch)
+            part = next_part
         target = p.out + head * p.out_head_stride + first_row * p.out_row_stride + first_column * p.out_bytes
         call(context[NARROW_ROWS + p.out_element], (target, p.out_row_stride, scratch.sums, stride, num_rows, columns,
                                                 scale))  # fmt: skip
