@@ -57,7 +57,7 @@ def _build_dot(isa: Isa, element: ElementFormat, rows: int, is_scaled: bool) -> 
             soon = f.offset(here, STREAM_AHEAD_BYTES)
             f.do(f"call void @llvm.prefetch.p0(ptr {soon}, i32 0, i32 {locality}, i32 1)")
             codes = f.load(f"<{CODES} x i8>", here)
-            halves = emit_words(f, isa, element_tables(element), codes, list(range(CODES // 2)))
+            halves = emit_words(f, isa, element_tables(element), codes)
             values += [f.value(f"bitcast <{CODES // 2} x i16> {words} to {kind}") for words in halves]
         if rows == _MOST_ROWS:
             here = f.value(f"ptrtoint ptr {packed} to i64")

@@ -1,11 +1,12 @@
 """Codes of 8 bits to bfloat16 by looking them up, CODES at once: by all bits but the sign, in tables in registers.
 
-The tables of scaled codes are made where they are used: a scale multiplies eight significands and as many subnormal
-numbers, and exponents are added, so that no code is multiplied.
+The tables of scaled codes are made where they are used: a scale multiplies the subnormal numbers and the significands
+of two exponents, and further exponents are added, so that no code is multiplied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import ml_dtypes
@@ -77,14 +78,14 @@ def emit_scaled_tables(f: Function, isa: Isa, scale: str) -> Tables:
     return Tables((upper[0], upper[1]), (lower[0], lower[1]))
 
 
-def emit_words(f: Function, isa: Isa, tables: Tables, codes: str, places: list[int]) -> list[str]:
-    """The bfloat16 of CODES of them, as two halves: word w of each is that of the half's element ``places[w]``.
+def emit_words(f: Function, isa: Isa, tables: Tables, codes: str) -> list[str]:
+    """The bfloat16 of CODES of them, in order, as two halves.
 
     The upper and the lower bytes are looked up apart, and then interleaved, which goes by 128 bits: the codes are
     put in order for it before.
     """
     lanes = [(lane, half) for lane in range(CODES // 16) for half in range(2)]
-    order = [CODES // 2 * half + place for lane, half in lanes for place in places[8 * lane : 8 * lane + 8]]
+    order = [CODES // 2 * half + 8 * lane + n for lane, half in lanes for n in range(8)]
     codes = _shuffle(f, _BYTES, codes, "poison", order)
     sign = f.value(f"and {_BYTES} {codes}, {_bytes([0x80] * CODES)}")
     upper, lower = (_look_up(f, isa, codes, table) for table in tables)
@@ -102,10 +103,10 @@ def _look_up(f: Function, isa: Isa, codes: str, table: tuple[str, str]) -> str:
     return f.operation(isa.look_up.text, first=table[0], codes=codes, second=table[1])
 
 
-def _shuffle(f: Function, kind: str, a: str, b: str, order) -> str:
-    indices = ", ".join(f"i32 {n}" for n in order)
-    return f.value(f"shufflevector {kind} {a}, {kind} {b}, <{len(order)} x i32> <{indices}>")
+def _shuffle(f: Function, kind: str, a: str, b: str, order: Iterable[int]) -> str:
+    indices = [f"i32 {n}" for n in order]
+    return f.value(f"shufflevector {kind} {a}, {kind} {b}, <{len(indices)} x i32> <{', '.join(indices)}>")
 
 
-def _bytes(values) -> str:
+def _bytes(values: Iterable[int]) -> str:
     return "<" + ", ".join(f"i8 {int(value)}" for value in values) + ">"

@@ -137,7 +137,7 @@ def _emit_looked_up(f: Function, isa: Isa, tables: Tables, target: str, source: 
     """CODES of a row, in order."""
     _prefetch(f, ahead)
     codes = f.load(f"<{CODES} x i8>", source)
-    for half, words in enumerate(emit_words(f, isa, tables, codes, list(range(CODES // 2)))):
+    for half, words in enumerate(emit_words(f, isa, tables, codes)):
         f.store(f"<{CODES // 2} x i16>", words, f.offset(target, CODES * half))
 
 
