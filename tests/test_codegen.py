@@ -158,13 +158,18 @@ def test_softmax_over_a_tile(record, rng, keys):
     assert new_l[6] == length[6]
 
 
-def test_mask(record, rng):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("soonest", [-(2**31), 0, 297, 300, 304, 309, 2**31 - 1])
+@pytest.mark.parametrize("latest", [0, 300, 304, 320])
+def test_mask(record, rng, soonest, latest, causal):
     """Lanes that see none, some and all of the keys, from any position on; the columns beside them are left alone."""
     keys, lanes, first = 9, 2 * record.vector_width, 300
     scores = rng.standard_normal((keys + 1, lanes + 3), dtype=np.float32)
-    low = rng.integers(first - 3, first + keys + 3, lanes).astype(np.int32)
-    high = rng.integers(first - 3, first + keys + 3, lanes).astype(np.int32)
-    low[:3], high[:3] = (0, first + 4, 0), (first, first + 4, 2**31 - 1)
+    low = rng.integers(0, latest + 1, lanes).astype(np.int32)
+    high = rng.integers(soonest, 2**31, lanes).astype(np.int32)
+    if causal:
+        high = np.sort(rng.integers(first - 3, first + keys + 3, lanes)).astype(np.int32)
+    low[1], high[2] = latest, soonest
     position = first + np.arange(keys)[:, None]
     expected = scores.copy()
     expected[:keys, :lanes][(position < low) | (position >= high)] = softmax.MASKED

@@ -98,8 +98,9 @@ def test_one_long_request_keeps_64_cores_busy():
 
 
 def test_longer_requests_do_not_take_more_slots():
-    slots = [len(plan([seq_len], [1], 128, 2)[2]) for seq_len in (8192, 32768, 131072)]
+    slots = [len(plan([seq_len], [1], 128, 2)[2]) for seq_len in (8192, 32768, 131072, 1 << 20, 1 << 24)]
     assert max(slots) <= 2 * schedule.PARTS_OF_ALL
+    assert len(set(slots[-3:])) == 1
 
 
 @pytest.mark.parametrize("lane_group", [16, 512, 4096])
