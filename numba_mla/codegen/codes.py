@@ -7,9 +7,8 @@ they have looked up is left in memory for further rows.
 from __future__ import annotations
 
 from ..isa import Isa
-from . import lookup
 from .blocks import STREAM_AHEAD_BYTES, add_scaled, dot_name, emit_dot, scaled_name, start_sums, store_block
-from .lookup import CODES, element_tables, emit_words
+from .lookup import CODES, element_tables, emit_words, looks_up
 from .products import loop_blocks
 from .text import Function
 from .vector import ElementFormat, constant
@@ -20,9 +19,9 @@ _FEW_ROWS = (2, 1)
 _UNROLL = 4
 
 
-def looks_up(isa: Isa) -> bool:
+def multiplies_codes(isa: Isa) -> bool:
     """Whether a record's codes are looked up in registers: of vectors, by bytes, two vectors at once."""
-    return lookup.looks_up(isa) and isa.tiles is None and isa.blocks.weight[1] % 2 == 0
+    return looks_up(isa) and isa.tiles is None and isa.blocks.weight[1] % 2 == 0
 
 
 def _name(element: ElementFormat, rows: int, is_scaled: bool) -> str:

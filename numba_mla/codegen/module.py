@@ -67,7 +67,7 @@ def _weights(isa: Isa) -> list[Function]:
             tiles.build_configure(isa),
             tiles.build_release(isa),
         ]
-    for element in FLOAT8S if codes.looks_up(isa) else ():
+    for element in FLOAT8S if codes.multiplies_codes(isa) else ():
         written += codes.build_dots(isa, element)
         written += [codes.build_multiply_codes(isa, element, is_scaled) for is_scaled in (False, True)]
     return [*written, products.build_multiply_rows(isa), products.build_multiply_scaled(isa)]

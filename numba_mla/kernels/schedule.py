@@ -40,8 +40,8 @@ RUN, STACK, SLOT_SIZE = range(3)
 
 
 class Cut(NamedTuple):
-    """How work may be cut: lanes of an item at most, what they are halved down to where there are not enough items for
-    the load to be even, and where there are more workers than items; keys of a split; the order of items.
+    """How work may be cut: lanes of an item at most, what they are halved down to where an item is too large a part of
+    the work, and where workers would have nothing to do; keys of a split; the order of items.
     """
 
     lane_group: int
