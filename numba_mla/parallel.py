@@ -72,7 +72,7 @@ def threads(n: int) -> Iterator[None]:
     ...     numba_mla.show_config()["threads"]
     1
     """
-    token = _asked.set(check_count("n", n, 1))
+    token = _asked.set(min(check_count("n", n, 1), config.NUMBA_NUM_THREADS))
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def num_threads() -> int:
         return 1
     asked = _asked.get()
     if asked is not None:
-        return min(asked, config.NUMBA_NUM_THREADS)
+        return asked
     _start_layer()
     # What numba.get_num_threads asks, without the lock of processes that it takes each time, although the threads
     # are started: an interrupt there may leave it locked for ever.

@@ -33,6 +33,11 @@ _forced: ContextVar[str | None] = ContextVar("numba_mla_isa", default=None)
 _table: ContextVar[np.ndarray | None] = ContextVar("numba_mla_table", default=None)
 
 
+# The dictionary behind os.environ. Asked through that, which takes four calls and an error, it would be a sixth of all
+# that Python does around a kernel.
+_environment: dict = os.environ._data  # type: ignore[attr-defined]
+_ISA_VARIABLE = os.environ.encodekey("NUMBA_MLA_ISA")
+
 # How many blocks of code run with tile instructions emulated; emulation is the whole process's.
 _emulating = [0]
 
@@ -110,7 +115,7 @@ def _select(host: Host, dtype: str | None, forced: str | None) -> Isa:
 def isa_choice(argument: str | None) -> tuple:
     """All that decides a call's functions: its argument, ``use_isa``, ``NUMBA_MLA_ISA``, emulated tiles, a table."""
     if argument is None:
-        argument = _forced.get() or os.environ.get("NUMBA_MLA_ISA")
+        argument = _forced.get() or _environment.get(_ISA_VARIABLE)
     table = _table.get()
     return argument, _emulating[0] > 0, None if table is None else id(table)
 

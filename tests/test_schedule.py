@@ -64,10 +64,11 @@ def test_every_key_of_every_lane_is_in_one_item(data):
         assert seen[request].max(initial=0) <= 1
     taken = items[items[:, schedule.SLOT] >= 0]
     assert sorted(taken[:, schedule.SLOT]) == list(range(len(slots)))
+    assert (slots[taken[:, schedule.SLOT], schedule.FIRST] == taken[:, schedule.FIRST_SPLIT]).all()
+    assert (slots[:, schedule.DONE_HALVES] == 0).all()
     # Each is a subtree of the tree over all splits, and what it is cut to is only what its group has no keys for.
-    runs = slots[taken[:, schedule.SLOT], schedule.RUN]
+    runs = 1 << np.ceil(np.log2(taken[:, schedule.NUM_SPLITS])).astype(int)
     splits = -(-groups[taken[:, schedule.GROUP], schedule.END] // KV_SPLIT)
-    assert (runs & (runs - 1) == 0).all()
     assert (taken[:, schedule.FIRST_SPLIT] % runs == 0).all()
     assert (taken[:, schedule.NUM_SPLITS] == np.minimum(runs, splits - taken[:, schedule.FIRST_SPLIT])).all()
 

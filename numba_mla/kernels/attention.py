@@ -26,20 +26,17 @@ from .lanes import list_outputs, list_queries, pack_lanes, write_lanes
 from .memory import call, fetch_add, load_i64, store_i64
 from .problem import unpack
 from .schedule import (
+    DONE_HALVES,
     END,
+    FIRST,
     FIRST_HEAD,
-    FIRST_SLOT,
     FIRST_SPLIT,
     GROUP,
-    GROUP_SIZE,
-    NUM_ITEMS,
     NUM_LANES,
     NUM_SPLITS,
-    REMAINING,
     REQUEST,
-    RUN,
     SLOT,
-    STACK,
+    SLOT_SIZE,
     Cut,
     plan_attention,
 )
@@ -175,33 +172,42 @@ def _attend_run(context, p, sources, table, group, lanes, item, outlook, result,
 
 
 @kernel
-def _merge_slots(context, p, group, runs, slots, lanes, scratch, exponent_scale):
-    """The upper part of the fixed tree, over a group's partial results; the result is in the first slot.
+def _merge_upward(context, p, group, item, partials, slots, lanes, scratch, exponent_scale):
+    """The upper part of the fixed tree, from an item on, as far as both halves are done: the root's slot, or -1.
 
-    As in ``_attend_run``, a stack holds finished subtrees of falling sizes: its places are those of slots gone by.
+    A subtree's result is in the slot of its first item. Whoever comes second to a node merges its halves, so that
+    little is left to do when the last item is done.
     """
-    first_slot, num_slots, depth = group[FIRST_SLOT], group[NUM_ITEMS], 0
-    for i in range(num_slots):
-        runs[first_slot + depth, STACK] = first_slot + i
-        depth += 1
-        is_last = i + 1 == num_slots
-        while depth > 1:
-            below, above = runs[first_slot + depth - 2, STACK], runs[first_slot + depth - 1, STACK]
-            if runs[below, RUN] != runs[above, RUN] and not is_last:
-                break
-            a = state_at(scratch, slots + below * scratch.state_bytes)
-            b = state_at(scratch, slots + above * scratch.state_bytes)
+    first, slot, run = item[FIRST_SPLIT], item[SLOT], 1
+    num_splits = -(-group[END] // context[KV_SPLIT])
+    while run < item[NUM_SPLITS]:
+        run *= 2
+    while run < num_splits:
+        start = first - first % (2 * run)
+        middle = start + run
+        # A subtree at the end may be without a second half.
+        if middle < num_splits:
+            left = right = slot
+            while partials[left, FIRST] > start:
+                left -= 1
+            while partials[right, FIRST] < middle:
+                right += 1
+            done = partials.ctypes.data + 8 * (right * SLOT_SIZE + DONE_HALVES)
+            if fetch_add(done, 1) == 0:
+                return -1
+            a = state_at(scratch, slots + left * scratch.state_bytes)
+            b = state_at(scratch, slots + right * scratch.state_bytes)
             merge(context, a, b, lanes.num, lanes.padded, padded_columns(context, p), scratch.weights, exponent_scale)
-            runs[below, RUN] *= 2
-            depth -= 1
+            slot = left
+        first, run = start, 2 * run
+    return slot
 
 
 @kernel
-def _run_item(context, p, item, outlook, seq_lens, table, runs, slots, scratch, score_scale, value_scale):
-    """One work item; whoever finishes the last item of a split group merges and writes the group."""
+def _run_item(context, p, item, outlook, seq_lens, table, partials, slots, scratch, score_scale, value_scale):
+    """One work item; whoever finishes the last item of a split group writes the group."""
     exponent_scale = numba.float32(score_scale * LOG2_E)
-    groups = outlook.groups
-    group = groups[item[GROUP]]
+    group = outlook.groups[item[GROUP]]
     request = group[REQUEST]
     first_token = outlook.query_start_loc[request]
     num_new = outlook.query_start_loc[request + 1] - first_token
@@ -211,10 +217,10 @@ def _run_item(context, p, item, outlook, seq_lens, table, runs, slots, scratch, 
     result = scratch.states if item[SLOT] < 0 else slots + item[SLOT] * scratch.state_bytes
     _attend_run(context, p, sources, table, group, lanes, item, outlook, result, scratch, exponent_scale)
     if item[SLOT] >= 0:
-        if fetch_add(groups.ctypes.data + 8 * (item[GROUP] * GROUP_SIZE + REMAINING), -1) > 1:
+        root = _merge_upward(context, p, group, item, partials, slots, lanes, scratch, exponent_scale)
+        if root < 0:
             return
-        _merge_slots(context, p, group, runs, slots, lanes, scratch, exponent_scale)
-        result = slots + group[FIRST_SLOT] * scratch.state_bytes
+        result = slots + root * scratch.state_bytes
     write_lanes(context, p, group, first_token, state_at(scratch, result), score_scale, value_scale, scratch)
 
 
@@ -223,7 +229,7 @@ def _work(worker, context, placed, score_scale, value_scale, metadata, plan, nex
     """One worker: take items until there are none."""
     p = unpack(placed)
     seq_lens, query_start_loc, table = metadata
-    items, groups, runs, longest_run = plan
+    items, groups, partials, longest_run = plan
     size = lay_out(context, p, longest_run, numba.int64(0)).end
     scratch = lay_out(context, p, longest_run, workspace + worker * size)
     for at in range(scratch.zeros, scratch.states, 8):
@@ -235,7 +241,9 @@ def _work(worker, context, placed, score_scale, value_scale, metadata, plan, nex
     index = fetch_add(outlook.counter, 1)
     while index < len(items):
         store_i64(scratch.following, -1)
-        _run_item(context, p, items[index], outlook, seq_lens, table, runs, slots, scratch, score_scale, value_scale)
+        _run_item(
+            context, p, items[index], outlook, seq_lens, table, partials, slots, scratch, score_scale, value_scale
+        )
         index = load_i64(scratch.following)
         # An item without keys has no last key tile, in which the next one is taken.
         if index < 0:
@@ -266,8 +274,8 @@ def attention_serial(context, packed, forms, apart, score_scale, value_scale, ch
     status, placed, metadata, plan = _prepare(context, packed, forms, apart, checks, arrays, one)
     if status != DONE:
         return status
-    _, _, runs, longest_run = plan
-    needed = workspace_bytes(context, unpack(placed), longest_run, len(runs), one)
+    _, _, partials, longest_run = plan
+    needed = workspace_bytes(context, unpack(placed), longest_run, len(partials), one)
     if needed > workspace_size:
         return needed
     _work(numba.int64(0), context, placed, score_scale, value_scale, metadata, plan, np.zeros(1, np.int64), workspace,
@@ -315,9 +323,9 @@ def attention_parallel(context, packed, forms, apart, score_scale, value_scale, 
     status, placed, metadata, plan = _prepare(context, packed, forms, apart, checks, arrays, num_workers)
     if status != DONE:
         return status
-    items, _, runs, longest_run = plan
+    items, _, partials, longest_run = plan
     workers = min(num_workers, len(items))
-    needed = workspace_bytes(context, unpack(placed), longest_run, len(runs), workers)
+    needed = workspace_bytes(context, unpack(placed), longest_run, len(partials), workers)
     if needed > workspace_size:
         return needed
     next_item = np.zeros(1, np.int64)

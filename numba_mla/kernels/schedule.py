@@ -30,13 +30,13 @@ AUTO, HEAVIEST, ROWS = range(3)
 ITEM_ORDERS = {"auto": AUTO, "heaviest": HEAVIEST, "rows": ROWS}
 SORTED_ITEMS = 24
 
-# Columns of a lane group: its request and heads, its lanes, one past the last key that any of them sees; the
-# first partial slot of a group of several items, how many these are, and how many of them are not done yet.
-REQUEST, FIRST_HEAD, FIRST_LANE, NUM_LANES, END, FIRST_SLOT, NUM_ITEMS, REMAINING, GROUP_SIZE = range(9)
+# Columns of a lane group: its request and heads, its lanes, one past the last key that any of them sees.
+REQUEST, FIRST_HEAD, FIRST_LANE, NUM_LANES, END, GROUP_SIZE = range(6)
 # Columns of an item: its group, its run of splits, and the slot of its partial result (-1: the whole result).
 GROUP, FIRST_SPLIT, NUM_SPLITS, SLOT, ITEM_SIZE = range(5)
-# Columns of a slot: the splits of its subtree; and, while a group's are merged, a stack of them.
-RUN, STACK, SLOT_SIZE = range(3)
+# Columns of a slot: the first split of its item; and how many halves of the subtree whose second half begins there
+# are done.
+FIRST, DONE_HALVES, SLOT_SIZE = range(3)
 
 
 class Cut(NamedTuple):
@@ -188,7 +188,6 @@ def _walk_items(groups, kv_split, num_workers, room):
     for group in range(len(groups)):
         lanes, end = groups[group, NUM_LANES], groups[group, END]
         splits, first_item, first = -(-end // kv_split), item, np.int64(0)
-        groups[group, FIRST_SLOT] = num_slots
         while first < splits or item == first_item:
             most = _largest_share(remaining, total, num_workers)
             run = _run_length(first, end, kv_split, most // lanes)
@@ -201,13 +200,12 @@ def _walk_items(groups, kv_split, num_workers, room):
                 items[item, SLOT] = slot if run < splits else -1
                 costs[item] = cost
             if slot < len(slots):
-                slots[slot, RUN] = run
+                slots[slot, FIRST] = first
+                slots[slot, DONE_HALVES] = 0
             longest_run = max(longest_run, min(run, splits - first))
             remaining -= cost
             first += run
             item += 1
-        groups[group, NUM_ITEMS] = item - first_item
-        groups[group, REMAINING] = item - first_item
         if item - first_item > 1:
             num_slots += item - first_item
     return item, num_slots, longest_run

@@ -21,7 +21,6 @@ from .launch import (
     metadata,
     output_fields,
     prepare_outputs,
-    run_attention,
 )
 from .pages import check_pages, check_row_dtype, check_used_pages, read_block_table
 
@@ -189,7 +188,7 @@ def _attend(calls: Calls[AttentionCall], arrays: Arrays, q, scale, kv_lora_rank,
     def prepare() -> Prepared[AttentionCall]:
         return _prepare(arrays, q, scale, kv_lora_rank, cache_scale, causal, isa, tiling, validate)
 
-    done = serve(calls, settings, arrays, prepare, lambda call, filled: run_attention(call, filled, _inputs, _explain))
+    done = serve(calls, settings, arrays, prepare)
     return done.out, done.lse
 
 
@@ -231,7 +230,8 @@ def _prepare(
     arrays = Arrays(latent, rotary if len(parts) == 2 else None, given.keys, None, target, lse, lengths, starts, table)
     context = context_for(isa, NAMES[latent.dtype], tiling)
     # The cache's scale multiplies every score and every value: once a score's factor and once the result's.
-    return Prepared(attention_call(problem, scale * pages.scale, pages.scale, context, arrays, checks), arrays, out)
+    call = attention_call(problem, scale * pages.scale, pages.scale, context, arrays, checks, _inputs, _explain)
+    return Prepared(call, arrays, out)
 
 
 def _check_requests(given: Arrays, lengths: np.ndarray, num_tokens: int) -> np.ndarray | None:

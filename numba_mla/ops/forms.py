@@ -37,6 +37,9 @@ class Call(Protocol):
     def complete(self, arrays: Any) -> Any:
         """The arrays, with outputs where there are none."""
 
+    def run(self, arrays: Any) -> int:
+        """Run it on such arrays: DONE, or OTHER_FORM if they do not look like the call's, and nothing was done."""
+
 
 C = TypeVar("C", bound=Call)
 
@@ -110,8 +113,7 @@ def extents(fields: Sequence[int], arrays: Sequence[np.ndarray | None], outputs:
     return np.array(rows, np.int64).reshape(len(rows), 4)
 
 
-def serve(calls: Calls[C], settings: tuple, arrays: Any, prepare: Callable[[], Prepared[C]],
-          run: Callable[[C, Any], int]) -> Any:  # fmt: skip
+def serve(calls: Calls[C], settings: tuple, arrays: Any, prepare: Callable[[], Prepared[C]]) -> Any:
     """The arrays of a call that was run, its outputs among them: as the last call like it, or one seen before, or new.
 
     Parameters
@@ -124,13 +126,11 @@ def serve(calls: Calls[C], settings: tuple, arrays: Any, prepare: Callable[[], P
         As the caller gave them; ``out`` is one of them.
     prepare : callable
         Checks all arguments, but what metadata hold, and raises what is wrong.
-    run : callable
-        Runs a call: DONE, or OTHER_FORM if the arrays do not look like the call's, and nothing was done.
     """
     call = calls.last(settings)
     if call is not None:
         complete = call.complete(arrays)
-        if run(call, complete) == DONE:
+        if call.run(complete) == DONE:
             return complete
         call = calls.find(settings, arrays)
     if call is not None:
@@ -140,7 +140,7 @@ def serve(calls: Calls[C], settings: tuple, arrays: Any, prepare: Callable[[], P
         call, complete, out = prepare()
         if all(given is None or given is taken for given, taken in zip(arrays, complete, strict=True)):
             calls.keep(settings, arrays, call)
-    if run(call, complete) != DONE:
+    if call.run(complete) != DONE:
         raise AssertionError("arrays of the forms that were found are not of these forms")
     if out is not complete.out:
         out[...] = complete.out

@@ -45,7 +45,8 @@ class AttentionCall(NamedTuple):
 
     ``packed`` is the problem, with offsets in the place of addresses; ``forms`` what the arrays look like; ``apart``
     says which of them must not meet; ``shape`` and ``dtype`` are those of a result that is made. ``is_small`` leaves
-    work for one thread alone.
+    work for one thread alone. ``inputs`` gives the arrays that outputs must not meet, by their names in messages;
+    ``explain`` raises what is wrong with metadata.
     """
 
     context: np.ndarray
@@ -58,14 +59,42 @@ class AttentionCall(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     is_small: bool
+    inputs: Callable[[Arrays], Mapping[str, np.ndarray]]
+    explain: Callable[[Arrays], None]
 
     def complete(self, arrays: Arrays) -> Arrays:
         """The arrays, with outputs where there are none."""
-        if arrays.out is None:
-            arrays = arrays._replace(out=np.empty(self.shape, self.dtype))
-        if arrays.lse is None:
-            arrays = arrays._replace(lse=np.empty(self.shape[:2], FLOAT32))
-        return arrays
+        q, q_pe, keys, values, out, lse, *metadata = arrays
+        if out is not None and lse is not None:
+            return arrays
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
+        if lse is None:
+            lse = np.empty(self.shape[:2], FLOAT32)
+        return Arrays(q, q_pe, keys, values, out, lse, *metadata)
+
+    def run(self, arrays: Arrays) -> int:
+        """Run it on the threads in force: DONE, or OTHER_FORM and nothing was done."""
+        objects, apart = objects_of(arrays), self.apart
+        workers = 1 if self.is_small else num_threads()
+        memory = workspace.kept
+        while True:
+            arguments = (self.context, self.packed, self.forms.numbers, apart, self.score_scale, self.value_scale,
+                         self.checks, *objects, memory.address, memory.size, workers)  # fmt: skip
+            status = attention_serial(*arguments) if workers == 1 else launch(attention_parallel, *arguments)
+            if status > 0:
+                memory = workspace.reserve(status)
+            elif status == MAY_MEET:
+                inputs = self.inputs(arrays)
+                check_apart("out", arrays.out, inputs)
+                check_apart("lse", arrays.lse, {**inputs, "out": arrays.out})
+                # Interleaved, but apart.
+                apart = apart[:0]
+            else:
+                if status == BAD_METADATA:
+                    self.explain(arrays)
+                    raise AssertionError("metadata that the kernel refused hold")
+                return status
 
 
 def integers(name: str, x: Any, shape: tuple) -> np.ndarray:
@@ -112,7 +141,8 @@ def output_fields(out: np.ndarray, lse: np.ndarray) -> dict[str, int]:
 
 
 def attention_call(problem: Problem, score_scale: float, value_scale: float, context: np.ndarray, arrays: Arrays,
-                   checks: int) -> AttentionCall:  # fmt: skip
+                   checks: int, inputs: Callable[[Arrays], Mapping[str, np.ndarray]],
+                   explain: Callable[[Arrays], None]) -> AttentionCall:  # fmt: skip
     """A checked call on arrays of these forms."""
     shape = arrays.out.shape
     pages = 1 if arrays.table is None else arrays.table.shape[-1]
@@ -120,32 +150,4 @@ def attention_call(problem: Problem, score_scale: float, value_scale: float, con
     is_small = shape[0] * shape[1] <= context[VECTOR_WIDTH] and pages * problem.block_size <= context[KV_SPLIT]
     apart = extents(ADDRESSES, arrays[: len(ADDRESSES)], outputs=2)
     return AttentionCall(context, problem.packed(), forms_of(arrays), apart, score_scale, value_scale, checks, shape,
-                         arrays.q.dtype, bool(is_small))  # fmt: skip
-
-
-def run_attention(call: AttentionCall, arrays: Arrays, inputs: Callable[[Arrays], Mapping[str, np.ndarray]],
-                  explain: Callable[[Arrays], None]) -> int:  # fmt: skip
-    """Run a call on the threads in force: DONE, or OTHER_FORM and nothing was done.
-
-    ``inputs`` gives the arrays that outputs must not meet, by their names in messages; ``explain`` raises what is
-    wrong with metadata.
-    """
-    objects, apart = objects_of(arrays), call.apart
-    workers = 1 if call.is_small else num_threads()
-    memory = workspace.reserve(0)
-    while True:
-        arguments = (call.context, call.packed, call.forms.numbers, apart, call.score_scale, call.value_scale,
-                     call.checks, *objects, memory.address, memory.size, workers)  # fmt: skip
-        status = attention_serial(*arguments) if workers == 1 else launch(attention_parallel, *arguments)
-        if status > 0:
-            memory = workspace.reserve(status)
-        elif status == MAY_MEET:
-            check_apart("out", arrays.out, inputs(arrays))
-            check_apart("lse", arrays.lse, {**inputs(arrays), "out": arrays.out})
-            # Interleaved, but apart.
-            apart = apart[:0]
-        else:
-            if status == BAD_METADATA:
-                explain(arrays)
-                raise AssertionError("metadata that the kernel refused hold")
-            return status
+                         arrays.q.dtype, bool(is_small), inputs, explain)  # fmt: skip

@@ -59,7 +59,28 @@ class _ProductCall(NamedTuple):
 
     def complete(self, arrays: _Arrays) -> _Arrays:
         """The arrays, with an output if there is none."""
-        return arrays if arrays.out is not None else arrays._replace(out=np.empty(self.shape, self.dtype))
+        a, panels, block_scales, out = arrays
+        return arrays if out is not None else _Arrays(a, panels, block_scales, np.empty(self.shape, self.dtype))
+
+    def run(self, arrays: _Arrays) -> int:
+        """Run it on the threads in force: DONE, or OTHER_FORM and nothing was done."""
+        objects, apart = objects_of(arrays), self.apart
+        workers = num_threads()
+        memory = workspace.kept
+        while True:
+            arguments = (self.context, self.packed, self.forms.numbers, apart, self.scale, *objects, memory.address,
+                         memory.size, workers)  # fmt: skip
+            status = product_serial(*arguments) if workers == 1 else launch(product_parallel, *arguments)
+            if status > 0:
+                memory = workspace.reserve(status)
+            elif status == MAY_MEET:
+                check_apart("out", arrays.out, {"a": arrays.a, "w": arrays.panels})
+                # Interleaved, but apart.
+                apart = apart[:0]
+            else:
+                if status == DONE and self.is_zero:
+                    arrays.out[...] = 0
+                return status
 
 
 _calls: Calls[_ProductCall] = Calls()
@@ -245,7 +266,7 @@ def bmm(a, w, *, scale=None, out=None):
     arrays = _Arrays(a, w.panels, w.block_scales, out)
     # Numbers that are equal and of other types are other settings: 1.0, 1 and True.
     settings = w.shape, w.scale, w.block_rows, isa_choice(w.isa), type(scale), scale
-    return serve(_calls, settings, arrays, lambda: _prepare(a, w, scale, out), _run).out
+    return serve(_calls, settings, arrays, lambda: _prepare(a, w, scale, out)).out
 
 
 def _prepare(a, w: PackedWeight, scale, out) -> Prepared[_ProductCall]:
@@ -284,27 +305,6 @@ def _prepare(a, w: PackedWeight, scale, out) -> Prepared[_ProductCall]:
                         extents(ADDRESSES, arrays, outputs=1), 1.0 if factor is None else factor, shape,
                         a.dtype, k == 0)  # fmt: skip
     return Prepared(call, arrays, out)
-
-
-def _run(call: _ProductCall, arrays: _Arrays) -> int:
-    """Run a call on the threads in force: DONE, or OTHER_FORM and nothing was done."""
-    objects, apart = objects_of(arrays), call.apart
-    workers = num_threads()
-    memory = workspace.reserve(0)
-    while True:
-        arguments = (call.context, call.packed, call.forms.numbers, apart, call.scale, *objects, memory.address,
-                     memory.size, workers)  # fmt: skip
-        status = product_serial(*arguments) if workers == 1 else launch(product_parallel, *arguments)
-        if status > 0:
-            memory = workspace.reserve(status)
-        elif status == MAY_MEET:
-            check_apart("out", arrays.out, {"a": arrays.a, "w": arrays.panels})
-            # Interleaved, but apart.
-            apart = apart[:0]
-        else:
-            if status == DONE and call.is_zero:
-                arrays.out[...] = 0
-            return status
 
 
 def _panel_width(record: Isa) -> int:

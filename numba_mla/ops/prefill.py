@@ -20,7 +20,6 @@ from .launch import (
     metadata,
     output_fields,
     prepare_outputs,
-    run_attention,
 )
 
 _calls: Calls[AttentionCall] = Calls()
@@ -96,7 +95,7 @@ def prefill(q, k, v, query_start_loc, kv_start_loc=None, *, scale, causal=True, 
         check_flag("validate", validate)
         return _prepare(arrays, scale, causal, isa, tiling)
 
-    done = serve(_calls, settings, arrays, prepare, lambda call, filled: run_attention(call, filled, _inputs, _explain))
+    done = serve(_calls, settings, arrays, prepare)
     return done.out, done.lse
 
 
@@ -149,4 +148,4 @@ def _prepare(given: Arrays, scale, causal, isa, tiling) -> Prepared[AttentionCal
     )  # fmt: skip
     arrays = Arrays(q, None, k, v, target, lse, None, starts, key_starts)
     context = context_for(isa, NAMES[q.dtype], tiling, one_head=True)
-    return Prepared(attention_call(problem, scale, 1.0, context, arrays, STARTS), arrays, out)
+    return Prepared(attention_call(problem, scale, 1.0, context, arrays, STARTS, _inputs, _explain), arrays, out)
