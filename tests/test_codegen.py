@@ -87,7 +87,8 @@ def test_dot_block(record, rng, k, accumulate):
 @pytest.mark.parametrize("accumulate", [0, 1])
 def test_value_block(record, rng, accumulate):
     width, _, values = sizes(record)
-    keys = 3 * record.tiling.value_unroll
+    rest = record.k_pack * (3 if record.tiles is None else record.granule)
+    keys = 2 * record.tiling.value_unroll + rest
     for lanes, vectors in values:
         columns = vectors * width
         v = rng.standard_normal((keys, columns + 9), dtype=np.float32).astype(DTYPES[record.native])

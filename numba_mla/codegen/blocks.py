@@ -160,9 +160,12 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
 
     Arguments of the function: ``v``, the addresses of the value rows (``ldv`` is not looked at), or where pairs of
     them have been brought together, the panel of these, with ``ldv`` bytes each; ``at``, the bytes from a row's
-    start to the block's first column; ``k`` keys, a multiple of the unrolling; ``p``
-    with ``ldp`` bytes a step of ``k_pack`` keys; ``o`` with ``ldo`` bytes a lane; ``alpha``, the lanes'
-    rescaling; ``accumulate``, 0 to start from zero. Columns of O are in the order of ``join_pair``.
+    start to the block's first column; ``k`` keys, whole dot steps; ``p`` with ``ldp`` bytes a step; ``o`` with ``ldo``
+    bytes a lane; ``alpha``, the lanes' rescaling; ``accumulate``, 0 to start from zero. Columns of O are in the order
+    of ``join_pair``.
+
+    Rows are read in a column, each turn's load by its own instruction. Turns are so long that these take strides
+    beyond what processors predict: they would fetch rows past each page's end, from memory, that nobody reads.
     """
     f = Function(
         value_name(lanes, vectors),
@@ -176,13 +179,12 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
         alpha = f.splat(isa.vector_width, "float", f.load("float", f.offset("%alpha", 4 * i)))
         for j in range(vectors):
             sums[i * vectors + j] = f.value(f"fmul {kind} {sums[i * vectors + j]}, {alpha}")
-    unroll = isa.tiling.value_unroll
-    with f.loop(0, "%k", unroll, [(kind, s) for s in sums]) as loop:
-        sums = list(loop.carried)
-        step = f.value(f"udiv i64 {loop.index}, {isa.k_pack}")
-        rows = f.offset("%v", f.value(f"mul i64 {step}, %ldv" if isa.separate_values else f"shl i64 {loop.index}, 3"))
+
+    def steps(first: str, num_keys: int, sums: list[str]) -> list[str]:
+        step = f.value(f"udiv i64 {first}, {isa.k_pack}")
+        rows = f.offset("%v", f.value(f"mul i64 {step}, %ldv" if isa.separate_values else f"shl i64 {first}, 3"))
         weights = f.offset("%p", f.value(f"mul i64 {step}, %ldp"))
-        for u in range(0, unroll, isa.k_pack):
+        for u in range(0, num_keys, isa.k_pack):
             if isa.separate_values:
                 value = _load_pairs(f, isa, rows, vectors)
                 rows = f.offset(rows, "%ldv")
@@ -192,10 +194,17 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
             for i in range(lanes):
                 block_row = slice(i * vectors, (i + 1) * vectors)
                 sums[block_row] = _multiply_add(f, isa, f.offset(weights, STEP_BYTES * i), value, sums[block_row])
-            if u + isa.k_pack < unroll:
+            if u + isa.k_pack < num_keys:
                 weights = f.offset(weights, "%ldp")
-        loop.following = sums
-    store_block(f, isa, target, loop.carried, vectors)
+        return sums
+
+    unroll = isa.tiling.value_unroll
+    whole = f.value(f"and i64 %k, {-unroll}")
+    with f.loop(0, whole, unroll, [(kind, s) for s in sums]) as loop:
+        loop.following = steps(loop.index, unroll, list(loop.carried))
+    with f.loop(whole, "%k", isa.k_pack, [(kind, s) for s in loop.carried]) as rest:
+        rest.following = steps(rest.index, isa.k_pack, list(rest.carried))
+    store_block(f, isa, target, rest.carried, vectors)
     return f
 
 

@@ -84,14 +84,14 @@ def build_weigh_values(isa: Isa) -> Function:
 
     Arguments of the function: ``v``, addresses of value rows, or a panel of pairs of rows with ``ldv`` bytes
     each; ``columns``, whole steps of columns; ``limits``, for each vector of lanes the keys that it takes (never
-    falling; P is zero from there to the next whole turn); ``p`` with ``ldp`` bytes a step; ``lanes``; ``o`` with
+    falling; P is zero from there to the next whole step); ``p`` with ``ldp`` bytes a step; ``lanes``; ``o`` with
     ``ldo`` bytes a lane; ``alpha``; ``accumulate``, 0 to start from zero.
     """
     f = Function("weigh_values", [("ptr", "v"), ("i64", "ldv"), ("i64", "columns"), ("ptr", "limits"), ("ptr", "p"),
                                   ("i64", "ldp"), ("i64", "lanes"), ("ptr", "o"), ("i64", "ldo"), ("ptr", "alpha"),
                                   ("i64", "accumulate")])  # fmt: skip
     vectors = f.value(f"udiv i64 %columns, {isa.vector_width}")
-    turn = isa.tiling.value_unroll
+    step = isa.k_pack * isa.granule
 
     def column_block(start: str, size: int) -> None:
         at = f.value(f"mul i64 {start}, {isa.native_bytes * isa.vector_width}")
@@ -103,7 +103,7 @@ def build_weigh_values(isa: Isa) -> Function:
             o = f.offset(column, f.value(f"mul i64 {lane}, %ldo"))
             last = f.value(f"udiv i64 {f.value(f'add i64 {lane}, {lanes - 1}')}, {isa.vector_width}")
             limit = f.load("i64", f.offset("%limits", f.value(f"shl i64 {last}, 3")))
-            keys = f.value(f"and i64 {f.value(f'add i64 {limit}, {turn - 1}')}, {-turn}")
+            keys = f.value(f"and i64 {f.value(f'add i64 {limit}, {step - 1}')}, {-step}")
             f.do(
                 f"call void @{value_name(lanes, size)}(ptr %v, i64 %ldv, i64 {at}, i64 {keys}, ptr {p}, i64 %ldp, "
                 f"ptr {o}, i64 %ldo, ptr {alpha}, i64 %accumulate)"

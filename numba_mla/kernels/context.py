@@ -95,7 +95,7 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     tiling = isa.tiling
     table[SCORE_ROWS] = tiling.score_block[0]
     # Both products take whole blocks of keys.
-    table[KEY_PADDING] = lcm(tiling.score_block[0], tiling.value_unroll, isa.granule * isa.k_pack)
+    table[KEY_PADDING] = lcm(tiling.score_block[0], isa.granule * isa.k_pack)
     table[LANE_GROUP] = tiling.lane_group
     table[LEAST_LANES] = tiling.least_lanes
     table[KEY_TILE] = tiling.key_tile

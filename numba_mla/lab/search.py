@@ -28,7 +28,7 @@ _VALUES: dict[str, tuple] = {
         (32, 1), (32, 2), (48, 1),
     ),
     "prefetch_rows": (0, 4, 8, 16, 32, 64),
-    "value_unroll": (2, 4, 8, 16),
+    "value_unroll": (2, 4, 8, 16, 32, 64),
     "score_unroll": (8, 16, 32),
     "item_order": ("auto", "heaviest", "rows"),
 }  # fmt: skip
