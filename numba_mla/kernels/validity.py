@@ -116,12 +116,19 @@ def _read_page_metadata(p, forms, arrays):
     Without a table, page r is request r.
     """
     seq_lens = read_integers(arrays[SEQ_LENS], forms[SEQ_LENS])
-    query_start_loc = np.arange(len(seq_lens) + 1)
     if arrays[QUERY_START_LOC] != 0:
         query_start_loc = read_integers(arrays[QUERY_START_LOC], forms[QUERY_START_LOC])
-    if arrays[TABLE] == 0:
-        return seq_lens, query_start_loc, np.arange(len(seq_lens)).reshape(-1, 1)
-    return seq_lens, query_start_loc, read_table(arrays[TABLE], forms[TABLE], seq_lens, p.block_size)
+    else:
+        query_start_loc = np.empty(len(seq_lens) + 1, np.int64)
+        for r in range(len(query_start_loc)):
+            query_start_loc[r] = r
+    if arrays[TABLE] != 0:
+        table = read_table(arrays[TABLE], forms[TABLE], seq_lens, p.block_size)
+    else:
+        table = np.empty((len(seq_lens), 1), np.int64)
+        for r in range(len(table)):
+            table[r, 0] = r
+    return seq_lens, query_start_loc, table
 
 
 @kernel
@@ -130,10 +137,10 @@ def admit(packed, forms, apart, checks, arrays):
 
     Shapes of the metadata agree with one another in every form that was checked.
     """
-    nothing = np.zeros(0, np.int64)
+    nothing = np.empty(0, np.int64)
     for i in range(len(arrays)):
         if not has_form(arrays[i], forms[i]):
-            return OTHER_FORM, packed, nothing, nothing, nothing.reshape(0, 1)
+            return OTHER_FORM, packed, nothing, nothing, np.empty((0, 1), np.int64)
     placed = _place(packed, arrays)
     p = unpack(placed)
     if p.block_size == ENDLESS:
