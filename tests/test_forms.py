@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import numba_mla
 from numba_mla.ops import attention, forms
@@ -122,6 +124,101 @@ def test_known_extends_prefills_and_products(rng):
         assert numba_mla.bmm(a, packed, out=out) is out
         with pytest.raises(ValueError, match=r"^out: expected memory apart from a's"):
             numba_mla.bmm(a, packed, out=buffer[7:13].reshape(1, 2, 3))
+
+
+@pytest.fixture
+def write(rng):
+    """A write whose form is known: what it is given, and the cache."""
+    call = {
+        "kv_c": rng.standard_normal((5, 6), dtype=np.float32),
+        "k_pe": rng.standard_normal((5, 1, 2), dtype=np.float32),
+        "kv_cache": np.zeros((3, 4, 8), np.float32),
+        "slot_mapping": np.array([7, -1, 0, 11, 3]),
+    }
+    numba_mla.write_cache(**call)
+    return call
+
+
+def written(call):
+    """The cache after a write, row by row."""
+    cache = np.zeros((12, 8), np.float32)
+    for row, slot in enumerate(call["slot_mapping"]):
+        if slot != -1:
+            cache[slot] = np.concatenate([call["kv_c"][row], call["k_pe"][row].ravel()])
+    return cache.reshape(3, 4, 8)
+
+
+def test_known_writes(write, rng):
+    """Slots of any integers, rotated keys with an axis of heads or without, in turns; all else new."""
+    for _ in range(2):
+        for kind in (np.int64, np.int32, ">i4", list):
+            slots = rng.permutation(12)[:5]
+            slots[rng.integers(5)] = -1
+            now = write | {"slot_mapping": slots.tolist() if kind is list else slots.astype(kind)}
+            for name in ("kv_c", "k_pe"):
+                now[name] = rng.standard_normal(write[name].shape, dtype=np.float32)
+            if kind is list:
+                now["k_pe"] = now["k_pe"][:, 0]
+            now["kv_cache"] = np.zeros_like(write["kv_cache"])
+            numba_mla.write_cache(**now)
+            np.testing.assert_array_equal(now["kv_cache"], written(now))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"slot_mapping": np.array([7, -1, 0, 12, 3])}, ValueError, "slot_mapping: expected 0 to 11 .* got 12 at 3"),
+        ({"slot_mapping": np.array([7, -2, 0, 11, 3])}, ValueError, "slot_mapping: expected 0 to 11 .* got -2 at 1"),
+        ({"slot_mapping": [7, 3, 0, 11, 3]}, ValueError, "slot_mapping: expected each slot once, got 3 more"),
+        ({"slot_mapping": np.arange(6)}, ValueError, "slot_mapping: expected at most 5 slots"),
+        ({"slot_mapping": np.arange(5.0)}, TypeError, "slot_mapping: expected int32 or int64"),
+        ({"pad_slot_id": -1.0}, TypeError, "pad_slot_id: expected an integer"),
+        ({"pad_slot_id": 0}, ValueError, "pad_slot_id: expected a negative number"),
+        ({"cache_scale": 1.0}, ValueError, "cache_scale: expected None"),
+        ({"validate": 1}, TypeError, "validate: expected"),
+        ({"kv_c": np.zeros((5, 5), np.float32)}, ValueError, "k_pe: expected shape"),
+        ({"k_pe": "text"}, TypeError, "k_pe: expected a numpy array"),
+        ({"kv_cache": None}, TypeError, "kv_cache: expected a numpy array"),
+    ],
+)
+def test_known_writes_are_checked_every_time(write, changes, error, match):
+    for _ in range(2):
+        before = write["kv_cache"].copy()
+        with pytest.raises(error, match=f"^{match}"):
+            numba_mla.write_cache(**write | changes)
+        np.testing.assert_array_equal(write["kv_cache"], before)
+        numba_mla.write_cache(**write)
+
+
+def test_sources_of_known_writes_that_meet_the_cache(write):
+    """A view of it is refused; rows between its rows are not."""
+    rows = np.zeros((3, 4, 8 + 6), np.float32)
+    cache, between = rows[..., :8], rows.reshape(12, 14)[:5, 8:]
+    for _ in range(2):
+        cache[:], between[:] = 0, write["kv_c"]
+        numba_mla.write_cache(**write | {"kv_cache": cache, "kv_c": between})
+        np.testing.assert_array_equal(cache, written(write))
+        with pytest.raises(ValueError, match=r"^kv_c: expected memory apart from kv_cache's"):
+            numba_mla.write_cache(**write | {"kv_cache": cache, "kv_c": rows.reshape(12, 14)[:5, 7:13]})
+        np.testing.assert_array_equal(cache, written(write))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_slots_that_appear_twice(data):
+    """Of any number, in pages of any size: refused exactly if one does."""
+    stride, most = data.draw(st.sampled_from([1, 2, 3, 16, 64, 256])), data.draw(st.sampled_from([4, 40, 300]))
+    pages = data.draw(st.lists(st.integers(-1, most - 1), max_size=most))
+    slots = np.array([-1 if page < 0 else page * stride for page in pages], np.int64)
+    cache, rows = np.zeros((most, stride, 2), np.float32), np.ones((len(slots), 1), np.float32)
+    used = slots[slots >= 0]
+    if len(set(used.tolist())) < len(used):
+        with pytest.raises(ValueError, match=r"^slot_mapping: expected each slot once"):
+            numba_mla.write_cache(rows, rows, cache, slots)
+        assert not cache.any()
+    else:
+        numba_mla.write_cache(rows, rows, cache, slots)
+        assert cache.sum() == 2 * len(used)
 
 
 def test_calls_are_forgotten_when_they_are_too_many():

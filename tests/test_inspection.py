@@ -46,11 +46,11 @@ def test_dots_are_there_and_nothing_spills_on_any_machine(no_mca, op, name):
 
 
 def test_flops_of_a_turn_are_those_of_the_block(no_mca):
-    """16 steps of 8 x 1 vectors, 4 keys of 8 x 2, of pairs: 2 * 2 * 16 operations each."""
+    """16 steps of 8 x 1 vectors, 32 keys of 8 x 2, of pairs: 2 * 2 * 16 operations each."""
     found = lab.inspect("prefill", "avx512bf16")
     assert found["score"].flops == 16 * 8 * 1 * 64
-    assert found["value"].flops == 4 // 2 * 8 * 2 * 64
-    assert found["value"].mix["vdpbf16ps"] == 4 // 2 * 8 * 2
+    assert found["value"].flops == 32 // 2 * 8 * 2 * 64
+    assert found["value"].mix["vdpbf16ps"] == 32 // 2 * 8 * 2
     tiles = lab.inspect("prefill", "amx_bf16")
     assert tiles["score"].flops == tiles["value"].flops == 4 * 2 * 16 * 16 * 32
     assert [routine.stage for routine in tiles] == ["score", "softmax", "value", "interleave"]

@@ -94,7 +94,7 @@ def build_context(isa: Isa, triple: str) -> np.ndarray:
     table[GRANULE] = isa.granule
     tiling = isa.tiling
     table[SCORE_ROWS] = tiling.score_block[0]
-    # Both products take whole blocks of keys.
+    # Scores take whole blocks of keys, values whole dot steps.
     table[KEY_PADDING] = lcm(tiling.score_block[0], isa.granule * isa.k_pack)
     table[LANE_GROUP] = tiling.lane_group
     table[LEAST_LANES] = tiling.least_lanes

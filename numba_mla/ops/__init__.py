@@ -5,8 +5,9 @@ from ..quant import BlockScaled, block_quant_to_tensor_quant
 from .attention import decode, extend
 from .linear import PackedWeight, absorb_weights, bmm, pack_weight
 from .merging import merge_states
-from .paging import expand_block_table, gather_cache, write_cache
+from .paging import expand_block_table, gather_cache
 from .prefill import prefill
+from .writing import write_cache
 
 __all__ = [
     "BlockScaled",

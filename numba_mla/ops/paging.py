@@ -1,95 +1,14 @@
-"""``write_cache``, ``gather_cache`` and ``expand_block_table``: rows and slots of the paged cache."""
+"""``gather_cache`` and ``expand_block_table``: rows and slots of the paged cache."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..checks import (
-    FLOAT_DTYPES,
-    address,
-    check_array,
-    check_count,
-    check_flag,
-    check_integers,
-    check_output,
-    check_writable,
-    dense_rows,
-    describe,
-    overlap,
-)
-from ..kernels.paging import find_bad_slot, gather_rows, write_rows
+from ..checks import FLOAT_DTYPES, address, check_count, check_integers, check_output, describe
+from ..kernels.paging import gather_rows
 from ..runtime import context_for, workspace
 from .elements import CODES
-from .pages import Pages, check_block_table, check_pages, check_row_dtype, gathered_dtype
-
-
-def write_cache(kv_c, k_pe, kv_cache, slot_mapping, *, cache_scale=None, pad_slot_id=-1, validate=True):
-    """Write new tokens' rows ``[kv_c | k_pe]`` to their slots of the paged cache.
-
-    ``kv_cache[slot // block_size, slot % block_size] = [kv_c[i] | k_pe[i]]`` for ``slot = slot_mapping[i]``.
-
-    Parameters
-    ----------
-    kv_c : ndarray (T, Dc)
-        Normed latents: of the cache's dtype, or any of float32, float16, bfloat16 for a quantised cache.
-    k_pe : ndarray (T, Dr) or (T, 1, Dr)
-        Rotated keys, of kv_c's dtype.
-    kv_cache : ndarray (num_blocks, block_size, Dc + Dr), or uint8 (num_blocks, block_size, 656)
-        The paged cache, written in place: float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, or rows of
-        656 bytes (512 e4m3fn, 4 float32 scales, one for each 128, 64 bfloat16).
-    slot_mapping : int array or list (<= T,)
-        ``page * block_size + offset`` of each token; the rows past its end are padding, and not written.
-    cache_scale : float, optional
-        Of an fp8 cache: stored = value / cache_scale, finite and positive; None: 1.
-    pad_slot_id : int
-        A slot that says "do not write this row"; negative.
-    validate : bool
-        False skips the checks of slots' values.
-
-    Returns
-    -------
-    None
-
-    Raises
-    ------
-    TypeError, ValueError
-        Before anything is written: an argument other than the above, a slot outside the cache, or one that
-        appears twice; the message names it.
-
-    Notes
-    -----
-    Bits are copied; an fp8 store is float32(value) / float32(cache_scale), rounded to nearest even, saturated
-    at the largest finite number, NaN kept. The scale of 128 latents in a row of 656 bytes is their largest
-    finite magnitude / 448. Source of that layout: FlashMLA.
-
-    Examples
-    --------
-    >>> import numpy as np, numba_mla
-    >>> cache = np.zeros((2, 2, 3), np.float32)
-    >>> numba_mla.write_cache(np.ones((2, 2), np.float32), np.ones((2, 1), np.float32), cache, [3, -1])
-    >>> cache.sum(axis=-1).tolist()
-    [[0.0, 0.0], [0.0, 3.0]]
-    """
-    kv_c = dense_rows(check_array("kv_c", kv_c, ("T", "Dc")))
-    pages = check_pages(kv_cache, kv_c.shape[1], None, cache_scale)
-    check_writable("kv_cache", kv_cache)
-    check_row_dtype("kv_c", kv_c, pages)
-    k_pe = dense_rows(_flat_rotary(k_pe, len(kv_c), pages.width - kv_c.shape[1], (kv_c.dtype,)))
-    slots = check_integers("slot_mapping", slot_mapping, ("<= T",))
-    pad_slot = _check_pad_slot(pad_slot_id)
-    if len(slots) > len(kv_c):
-        raise ValueError(f"slot_mapping: expected at most {len(kv_c)} slots (the rows of kv_c), got {len(slots)}")
-    if check_flag("validate", validate):
-        _check_slots(slots, kv_cache, pad_slot)
-    for name, source in (("kv_c", kv_c), ("k_pe", k_pe)):
-        if overlap(source, kv_cache):
-            raise ValueError(f"{name}: expected memory apart from kv_cache's, got a view of it")
-    scratch = workspace.reserve(4 * pages.width)
-    write_rows(
-        context_for(), address(kv_c), kv_c.strides[0], kv_c.shape[1], address(k_pe), k_pe.strides[0], k_pe.shape[1],
-        CODES[kv_c.dtype], kv_c.itemsize, pages.address, pages.page_stride, pages.row_stride,
-        pages.block_size, pages.element, pages.scale, slots, pad_slot, scratch.address,
-    )  # fmt: skip
+from .pages import Pages, check_block_table, check_pages, gathered_dtype
 
 
 def gather_cache(kv_cache, block_table, seq_lens, *, starts=None, kv_lora_rank=512, cache_scale=None, dtype=None,
@@ -211,33 +130,6 @@ def expand_block_table(block_table, block_size):
     pages = table.astype(dtype)[:, :, None]
     slots = np.where(pages < 0, pages, pages * dtype.type(rows) + np.arange(rows, dtype=dtype))
     return slots.reshape(len(table), table.shape[1] * rows)
-
-
-def _flat_rotary(k_pe, num_tokens: int, width: int, dtypes) -> np.ndarray:
-    if isinstance(k_pe, np.ndarray) and k_pe.ndim == 3:
-        return check_array("k_pe", k_pe, (num_tokens, 1, width), dtypes)[:, 0]
-    return check_array("k_pe", k_pe, (num_tokens, width), dtypes)
-
-
-def _check_pad_slot(pad_slot_id) -> int:
-    pad_slot = check_count("pad_slot_id", pad_slot_id, -(1 << 62))
-    if pad_slot >= 0:
-        raise ValueError(f"pad_slot_id: expected a negative number, which is no slot, got {pad_slot}")
-    return pad_slot
-
-
-def _check_slots(slots: np.ndarray, kv_cache: np.ndarray, pad_slot: int) -> None:
-    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
-    bad = find_bad_slot(slots, num_slots, pad_slot)
-    if bad >= 0:
-        raise ValueError(
-            f"slot_mapping: expected 0 to {num_slots - 1} (kv_cache of shape {kv_cache.shape}) or the padding's "
-            f"{pad_slot}, got {slots[bad]} at {bad}"
-        )
-    used = np.sort(slots[slots != pad_slot])
-    twice = used[1:][used[1:] == used[:-1]]
-    if len(twice):
-        raise ValueError(f"slot_mapping: expected each slot once, got {twice[0]} more than once")
 
 
 def _check_dtype(dtype, default: np.dtype) -> np.dtype:
