@@ -163,9 +163,6 @@ def build_value(isa: Isa, lanes: int, vectors: int) -> Function:
     start to the block's first column; ``k`` keys, whole dot steps; ``p`` with ``ldp`` bytes a step; ``o`` with ``ldo``
     bytes a lane; ``alpha``, the lanes' rescaling; ``accumulate``, 0 to start from zero. Columns of O are in the order
     of ``join_pair``.
-
-    Rows are read in a column, each turn's load by its own instruction. Turns are so long that these take strides
-    beyond what processors predict: they would fetch rows past each page's end, from memory, that nobody reads.
     """
     f = Function(
         value_name(lanes, vectors),

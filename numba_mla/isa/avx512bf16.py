@@ -65,7 +65,7 @@ def record(host: Host) -> Isa:
         name="avx512bf16",
         cpu=CPU,
         features=",".join((FEATURES, *avx512vbmi.features(host))),
-        blocks=Blocks(16, registers=32, weight=(6, 4), tiling=tiling.AVX512),
+        blocks=Blocks(16, registers=32, weight=(6, 4), tiling=tiling.AVX512BF16),
         k_pack=2,
         p_rounding=2.0**-8,
         native="bfloat16",

@@ -189,11 +189,15 @@ def _number(name: str, value: Any) -> int:
 # twice over, which leave registers for the other operand; scores want few vectors of lanes, since a token's heads may
 # fill one alone.
 _COMMON = Tiling(
-    lane_group=128, least_lanes=16, score_unroll=16, value_unroll=32, prefetch_rows=16, interleave="fused",
+    lane_group=128, least_lanes=16, score_unroll=16, value_unroll=4, prefetch_rows=16, interleave="fused",
     item_order="auto", key_tile=256, kv_split=1024,
 )  # fmt: skip
 AVX512 = Tiling(score_block=(8, 1), value_block=(8, 2)).over(_COMMON)
+# Rows of bfloat16 are read where they lie, one column of all after another, each by the load of its place in a turn. A
+# turn is so long that this load's stride is none which processors predict: they would fetch rows past each page's end,
+# from memory, that nobody reads.
+AVX512BF16 = Tiling(value_unroll=32).over(AVX512)
 AVX2 = Tiling(least_lanes=8, score_block=(4, 3), value_block=(6, 2)).over(_COMMON)
 NEON = Tiling(least_lanes=4, score_block=(4, 4), value_block=(4, 4)).over(_COMMON)
 SSE = Tiling(least_lanes=4, score_block=(4, 2), value_block=(4, 2)).over(_COMMON)
-AMX = Tiling(score_block=(32, 2), value_block=(32, 2), interleave="separate").over(_COMMON)
+AMX = Tiling(score_block=(32, 2), value_block=(32, 2), value_unroll=32, interleave="separate").over(_COMMON)
