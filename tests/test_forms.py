@@ -102,6 +102,10 @@ def test_a_form_holds_the_instruction_set_in_force(problem, monkeypatch):
         monkeypatch.setenv("NUMBA_MLA_ISA", name)
         assert numba_mla.decode(**problem | {"out": None})[0].tobytes() == expected[name]
         monkeypatch.delenv("NUMBA_MLA_ISA")
+    monkeypatch.setenv("NUMBA_MLA_ISA", "sse9")
+    refused(problem, numba_mla.IsaUnavailableError, "^NUMBA_MLA_ISA, isa: expected one that this machine")
+    monkeypatch.delenv("NUMBA_MLA_ISA")
+    numba_mla.decode(**problem)
 
 
 def test_known_extends_prefills_and_products(rng):
@@ -188,6 +192,15 @@ def test_known_writes_are_checked_every_time(write, changes, error, match):
             numba_mla.write_cache(**write | changes)
         np.testing.assert_array_equal(write["kv_cache"], before)
         numba_mla.write_cache(**write)
+
+
+def test_slots_that_are_not_checked(write):
+    """The last of a slot's rows stays, where the caller says that slots are right."""
+    slots = np.array([7, -1, 7, 0, 7])
+    for _ in range(2):
+        write["kv_cache"][:] = 0
+        numba_mla.write_cache(**write | {"slot_mapping": slots, "validate": False})
+        np.testing.assert_array_equal(write["kv_cache"], written(write | {"slot_mapping": slots}))
 
 
 def test_sources_of_known_writes_that_meet_the_cache(write):
